@@ -25,8 +25,7 @@ import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.gate import gate_options, kernel_suite, node_ids
-from conformance.judging import exit_guard, plugin_warnings, stop_signals
+from conformance.gate import exit_guard, gate_options, kernel_suite, node_ids, stop_signals
 from conformance.session.failures import CannotJudge
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add the options of the gate, and the plugins that must come before any `conftest.py`."""
     gate_options.add_options(parser)
     # These plugins must be registered here: pytest imports every `conftest.py` before it calls the next hook.
-    pluginmanager.register(exit_guard.ExitGuard(_PLUGIN_NAME), exit_guard.PLUGIN_NAME)
+    pluginmanager.register(exit_guard.ExitGuard(), exit_guard.PLUGIN_NAME)
     pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
-    pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +82,8 @@ class _Gate:
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
         self._said: list[str] = []
-        self._records: list[Record] = []
+        guard: exit_guard.ExitGuard | None = config.pluginmanager.get_plugin(exit_guard.PLUGIN_NAME)
+        self._records: list[Record] = [] if guard is None else guard.records
         self._tests: set[str] = set()
         self._judged: set[int] = set()  # numbers of the jobs that were judged by all of their checks
         self._selected: set[str] = set()  # ids of the selected tests that judge jobs
@@ -106,17 +105,12 @@ class _Gate:
 
     def _is_gate_named(self) -> bool:
         """Return whether the arguments name the gate or what it judges; cases alone may be those of a test file."""
-        return exit_guard.is_requested(self._config.args, self._config.getoption("--impl"), None)
+        return node_ids.is_requested(self._config.args, self._config.getoption("--impl"), None)
 
     def is_requested(self) -> bool:
         """Return whether the arguments of pytest ask for any judgement."""
         option = self._config.getoption
-        return exit_guard.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
-
-    @property
-    def found(self) -> list[Record]:
-        """The records of the gate received so far from all processes, without those of test files."""
-        return self._records
+        return node_ids.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
 
     def _plan(self) -> Session:
         """Return the session. The first call creates it, and so plans the jobs."""
@@ -352,17 +346,15 @@ class _Gate:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._is_worker:
             return
-        how, reason = exit_guard.describe_end(session)
+        reason = exit_guard.describe_stop(session)
         missing = self._find_missing_tests() if not reason else set()
         if missing:
-            from reports import runs
-
             what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, such as {min(missing)}"
-            how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
+            reason = f"{what}: the process that judged it died, or its test was not run"
             self._add_failure("every_job_has_records", reason)
         if self._session is not None and self._session.has_begun:
-            self._finish(session, how, reason)
-        self._finish_suites(session, how, reason)
+            self._finish(session, reason)
+        self._finish_suites(session, reason)
         if sentence := self._describe_incompleteness(session, reason):
             self._add_failure("something_is_judged", sentence)
             if session.exitstatus == pytest.ExitCode.OK:
@@ -408,7 +400,7 @@ class _Gate:
         if not any(record.verdict in RED for record in self._records):
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
-    def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
+    def _finish(self, session: pytest.Session, reason: str) -> None:
         """Follow up on findings, complete the output files, and add failures of the run as a whole."""
         from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
@@ -419,7 +411,7 @@ class _Gate:
         try:
             if not reason and self._can_follow_up(ours):
                 ours.follow_up(self._said.append)
-            self._result = result = ours.finish(how, reason)
+            self._result = result = ours.finish(exit_guard.name_end(reason), reason)
             self._add_run_failures(session, result)
             if result.how == FAILED:
                 raise CannotJudge(result.reason)
@@ -436,7 +428,7 @@ class _Gate:
             self._add_failure("baseline", worse)
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
-    def _finish_suites(self, session: pytest.Session, how: str, reason: str) -> None:
+    def _finish_suites(self, session: pytest.Session, reason: str) -> None:
         """Follow up on findings of the kernels of test files, and write the files of the whole run."""
         if not self._suites:
             return
@@ -448,7 +440,7 @@ class _Gate:
             obstacle = ""
             if not reason:
                 obstacle = self._continue_suite(session, key, suite) or self._find_obstacle()
-            result = suite.finish(how, reason, command=options.command, obstacle=obstacle)
+            result = suite.finish(exit_guard.name_end(reason), reason, command=options.command, obstacle=obstacle)
             self._suite_results[key] = result
             for name, sentence in result.failures.items():
                 self._add_failure(name, sentence, key.partition("::")[0])

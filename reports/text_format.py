@@ -77,6 +77,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def format_rough_duration(seconds: float) -> str:
+    """Format a duration that is a guess, with as few digits as it deserves."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{round(seconds / 60)} min"
+
+
 def format_time(seconds: float) -> str:
     """Format the time of a call in the largest unit (s, ms, µs or ns) in which it is at least 1."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

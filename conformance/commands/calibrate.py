@@ -29,7 +29,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         run_options.reject_bad_seed(seed)
     found: list[Record] = []
     for name in arguments.records:
-        found += input_files.read_records(name)
+        found += (record for one in input_files.read_recorded_runs(name) for record in one.records)
     if arguments.impl:
         found += _judge_grids(arguments)
     # Records do not contain the level of their grid or the version of JAX, so the table of read records has neither.

@@ -18,7 +18,7 @@ from conformance.judging.run_aggregation import EXPLORATION_LEVEL, aggregate_run
 from conformance.judging.run_plan import Plan
 from conformance.judging.task_pools import ExecutorFailed
 from conformance.session import project_lookup, run_annotations, run_options
-from conformance.session.failures import CannotJudge
+from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
 from reports import terminal
@@ -107,9 +107,8 @@ def explore(arguments: argparse.Namespace) -> int:
     for note in info.notes:
         Console().print(note, highlight=False, markup=False, soft_wrap=True)
     print("".join(f"{line}\n" for line in run_annotations.annotate_run(judged)), end="")
-    if found.failing is not None or excess:
-        return 1
-    return 0 if found.judged and not found.interrupted else 2
+    is_judged = bool(found.judged) and not found.interrupted
+    return choose_exit_code(is_wrong=found.failing is not None or bool(excess), is_judged=is_judged)
 
 
 def _end_journal(journal: Journal, reason: str) -> CannotJudge:

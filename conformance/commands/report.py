@@ -13,12 +13,11 @@ from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs, find_missing_shards
 from conformance.sensitivity import detection_table
 from conformance.session import input_files
-from conformance.session.failures import CannotJudge
+from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.probes import bug_diagnosis
 from conformance.session.run_outputs import check_writable, write_summary
 from reports import findings_document, html_page, markdown_summary, measurements, output_files, speed_page, terminal
 from reports.conformity import DOES_NOT_CONFORM
-from reports.measurements import Measurement
 from reports.output_files import TABLE
 from reports.page_model import Summary, build_summary
 from reports.records import UNJUDGED, serialize_strict_json
@@ -38,8 +37,8 @@ def render_report(arguments: argparse.Namespace) -> int:
     for option, place in (("report", path), ("markdown", text), ("json", document)):
         if place is not None and place.resolve() in read:
             raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
-    timed = [name for name in arguments.records if _holds_measurements(name)]
-    measured = measurements.merge_measurements(*(_read_measurements(name) for name in timed))
+    timed = [name for name in arguments.records if input_files.holds_measurements(name)]
+    measured = measurements.merge_measurements(*(input_files.read_measurements(name) for name in timed))
     recorded = [one for name in arguments.records if name not in timed for one in input_files.read_recorded_runs(name)]
     found, info = aggregate_runs(recorded, command=format_command_line(), detection=detection_table.load_table())
     info = bug_diagnosis.add_diagnoses(info, found)
@@ -72,7 +71,8 @@ def render_report(arguments: argparse.Namespace) -> int:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not arguments.gate:
         return 0
-    return 1 if any(one.conformity == DOES_NOT_CONFORM for one in summary.contenders) else 2 if missing else 0
+    is_wrong = any(one.conformity == DOES_NOT_CONFORM for one in summary.contenders)
+    return choose_exit_code(is_wrong=is_wrong, is_judged=not missing)
 
 
 def list_missing(recorded: Sequence[RecordedRun], summary: Summary) -> list[str]:
@@ -94,17 +94,3 @@ def list_missing(recorded: Sequence[RecordedRun], summary: Summary) -> list[str]
     if not summary.contenders:
         lines.append("nothing was judged: these files hold measurements only")
     return lines
-
-
-def _holds_measurements(name: str) -> bool:
-    try:
-        return measurements.has_measurements(Path(name))
-    except OSError as error:
-        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
-
-
-def _read_measurements(name: str) -> list[Measurement]:
-    try:
-        return measurements.read_measurements(Path(name))
-    except ValueError as error:
-        raise CannotJudge(str(error)) from error

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from conformance import packages
+
 GATE_PATH = "conformance/test_gate.py"
 """The path in the ids of the gate's tests."""
 GATE_FILE = Path(__file__).resolve().parent.parent / "test_gate.py"
@@ -33,6 +35,19 @@ class NamedJob:
     case: str
     checks: tuple[str, ...] = ()
     implementation: str = ""
+
+
+def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases: str | None) -> bool:
+    """Tell whether a run of pytest judges kernels, according to its paths, `--impl` and `--conformance-cases`."""
+    return bool(any(map(_is_of_gate, arguments)) or list(implementations) or cases is not None)
+
+
+def _is_of_gate(argument: str) -> bool:
+    """Tell whether an argument names this package, as a module or by its folder, or a test of the gate by its id."""
+    path = argument.partition("[")[0].partition("::")[0]
+    if path.partition(".")[0] == "conformance" or Path(path).parts[-2:] == ("conformance", "test_gate.py"):
+        return True
+    return bool(path) and Path(path).resolve().is_relative_to(packages.HOME / "conformance")
 
 
 def resolve_arguments(arguments: Iterable[str], folder: Path) -> list[str]:

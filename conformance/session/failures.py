@@ -1,4 +1,4 @@
-"""Define the exceptions that end a session or stop its run."""
+"""Define the exceptions that end a session or stop its run, and the exit code of a command that judges."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ class RunStopped(Exception):  # noqa: N818 -- the name says what happened
 
     The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.
     """
+
+
+def choose_exit_code(*, is_wrong: bool, is_judged: bool) -> int:
+    """Return 1 if something is wrong; otherwise 0 if all that counts was judged, and 2 if not."""
+    return 1 if is_wrong else 0 if is_judged else 2

@@ -1,13 +1,13 @@
-"""Read files of records that the user names, and turn read errors into messages (`CannotJudge`)."""
+"""Read files of records and of measurements that the user names, and turn read errors into messages (`CannotJudge`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from conformance.session.failures import CannotJudge
-from reports import runs
+from reports import measurements, runs
+from reports.measurements import Measurement
 from reports.printable_text import make_printable
-from reports.records import Record
 from reports.runs import RecordedRun
 
 
@@ -29,6 +29,17 @@ def read_recorded_runs(name: str) -> list[RecordedRun]:
         raise CannotJudge(str(error)) from error
 
 
-def read_records(name: str) -> list[Record]:
-    """Read the records of a file. Raises `CannotJudge` if it is no file of records, or cannot be read."""
-    return [record for recorded in read_recorded_runs(name) for record in recorded.records]
+def holds_measurements(name: str) -> bool:
+    """Tell whether a file has measurements. Raises `CannotJudge` if it cannot be read."""
+    try:
+        return measurements.has_measurements(Path(name))
+    except OSError as error:
+        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def read_measurements(name: str) -> list[Measurement]:
+    """Read the measurements of a file. Raises `CannotJudge` if it is no such file."""
+    try:
+        return measurements.read_measurements(Path(name))
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error

@@ -53,7 +53,7 @@ from conformance.judging.task_pools import ExecutorFailed, LocalPool
 from conformance.sandbox import kernel_process
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 from conformance.sensitivity import detection_table
-from conformance.session.failures import CannotJudge, RunStopped
+from conformance.session.failures import CannotJudge, RunStopped, choose_exit_code
 from conformance.session.input_files import parse_input_path
 from conformance.session.probes import bug_diagnosis, follow_up
 from conformance.session.process_setup import prepare_process
@@ -71,7 +71,7 @@ from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
 from conformance.temporary_folders import remove_abandoned_folders
 from impls.contract.implementation import Implementation
-from reports import conformity
+from reports import conformity, text_format
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
 from reports.page_model import Summary, build_summary, spell_diagnose_option
@@ -502,7 +502,7 @@ class Session:
         parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
         seconds = _START_SECONDS + sum(len(job.checks) for job in waiting) * _CHECK_SECONDS / workers
         slowness = _measure_slowness(workers if self._remote is None else 0)
-        return f"{', '.join(parts)}: about {_format_rough_time(seconds * slowness)}"
+        return f"{', '.join(parts)}: about {text_format.format_rough_duration(seconds * slowness)}"
 
     def _count_workers(self, jobs: int) -> int:
         return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)
@@ -738,9 +738,8 @@ def compute_exit_code(
         conformity.compute_conformity([record for record in records if record.implementation == each.name])
         for each in present or implementations
     }
-    if conformity.DOES_NOT_CONFORM in standings:
-        return 1
-    return 2 if lacks_platform or how != COMPLETE or conformity.NOT_JUDGED in standings else 0
+    is_judged = not lacks_platform and how == COMPLETE and conformity.NOT_JUDGED not in standings
+    return choose_exit_code(is_wrong=conformity.DOES_NOT_CONFORM in standings, is_judged=is_judged)
 
 
 def _choose_worker_count(jobs: int) -> int:
@@ -769,13 +768,6 @@ def _measure_slowness(workers: int) -> float:
         load = 0.0
     sharing = max(1.0, (load + workers) / (os.cpu_count() or 1)) if workers else 1.0
     return max(0.2, min(took) / _LOOP_SECONDS) * sharing
-
-
-def _format_rough_time(seconds: float) -> str:
-    """Format a time that is a guess, with as few digits as it deserves."""
-    if seconds < 90:
-        return f"{max(5, 5 * round(seconds / 5))} s"
-    return f"{round(seconds / 60)} min"
 
 
 def run_session(

@@ -22,6 +22,7 @@ from conformance.survey.environments import CannotCreateEnvironment, CreatedEnvi
 from conformance.survey.survey_rows import Row
 from reports import output_files, runs
 from reports.records import RecordFileError
+from reports.runs import RecordedRun
 
 JUDGED, NOT_INSTALLED, NOT_JUDGED, STOPPED = "judged", "not installed", "not judged", "stopped"
 RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.jsonl"
@@ -176,19 +177,21 @@ def _write_settings(row: Row, folder: Path) -> None:
 
 def _has_stopped_run(path: Path) -> bool:
     """Return whether the file has a run that can be continued."""
-    try:
-        found = runs.read_runs(path)
-    except (OSError, RecordFileError):
-        return False
+    found = _read_runs(path)
     return len(found) == 1 and found[0].run is not None and not found[0].is_complete
 
 
 def _is_complete(path: Path) -> bool:
-    try:
-        found = runs.read_runs(path)
-    except (OSError, RecordFileError):
-        return False
+    found = _read_runs(path)
     return bool(found) and all(one.is_complete for one in found)
+
+
+def _read_runs(path: Path) -> list[RecordedRun]:
+    """Read the runs of a file; none if it cannot be read."""
+    try:
+        return runs.read_runs(path)
+    except (OSError, RecordFileError):
+        return []
 
 
 def _run_command(command: Sequence[str], folder: Path, *, show: bool) -> int:

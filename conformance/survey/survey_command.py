@@ -16,14 +16,15 @@ from rich.table import Table
 from conformance import interrupts
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.session.failures import CannotJudge
+from conformance.session import input_files
+from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.run_options import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
 from conformance.survey.upstream_findings import read_findings
 from impls.libraries.library_specs import PREFIX, load_libraries
-from reports import measurements, runs, survey_page, survey_results
+from reports import measurements, survey_page, survey_results
 from reports.page_model import build_summary
 from reports.records import RecordFileError
 from reports.survey_results import FunctionResult, RowResult
@@ -136,10 +137,7 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
     functions: tuple[FunctionResult, ...] = ()
     started, environment = "", dict(map(_split_pin, outcome.packages))
     if outcome.state == judged_rows.JUDGED:
-        try:
-            recorded = runs.read_runs(folder / RECORDS)
-        except (OSError, RecordFileError) as error:
-            raise CannotJudge(f"{folder / RECORDS} cannot be read: {error}") from error
+        recorded = input_files.read_recorded_runs(str(folder / RECORDS))
         records, info = aggregate_runs(recorded, command=format_command_line())
         versions = {**environment, **info.environment}
         entries = known_failures.load_known_failures(library)
@@ -236,6 +234,5 @@ def _print_results(results: Sequence[RowResult], console: Console) -> None:
 def _compute_exit_code(results: Sequence[RowResult]) -> int:
     """Return 1 if a failure is new, 2 if no function was judged, else 0."""
     functions = [one for row in results for one in row.functions]
-    if any(one.red_count for one in functions):
-        return 1
-    return 0 if any(cell.passed or cell.known for one in functions for cell in one.cells.values()) else 2
+    is_judged = any(cell.passed or cell.known for one in functions for cell in one.cells.values())
+    return choose_exit_code(is_wrong=any(one.red_count for one in functions), is_judged=is_judged)

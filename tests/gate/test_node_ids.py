@@ -9,7 +9,6 @@ import pytest
 
 from conformance.gate import node_ids
 from conformance.gate.node_ids import GATE_FILE, GATE_PATH, NamedJob
-from conformance.judging import exit_guard
 from tests.judging.gate_repository import FEW_CASES, Repository, create_repository, run_gate
 
 CASE = "train/f32/B1.T1.S72.N2.K1.H16.V48/full/normal/s0"
@@ -71,7 +70,7 @@ def test_the_gate_is_narrowed_only_if_each_argument_for_it_is_an_id(tmp_path: Pa
 
 
 def test_a_folder_of_the_users_called_conformance_is_not_the_gate() -> None:
-    assert not exit_guard.is_requested(["tests/conformance/test_mine.py"], [], None)
-    assert exit_guard.is_requested(["conformance"], [], None)
-    assert exit_guard.is_requested([f"{GATE_PATH}::test_conforms[a-cpu-{CASE}]"], [], None)
-    assert exit_guard.is_requested([str(GATE_FILE)], [], None)
+    assert not node_ids.is_requested(["tests/conformance/test_mine.py"], [], None)
+    assert node_ids.is_requested(["conformance"], [], None)
+    assert node_ids.is_requested([f"{GATE_PATH}::test_conforms[a-cpu-{CASE}]"], [], None)
+    assert node_ids.is_requested([str(GATE_FILE)], [], None)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +15,6 @@ from conformance.judging.run_plan import plan_run
 from impls.contract.implementation import Accelerator
 from reports import runs
 from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
-from tests.process_helpers import COMMAND_TIMEOUT
 
 
 @pytest.fixture
@@ -93,40 +89,3 @@ def test_a_platform_word_is_what_the_kernel_is_for(
     job = build_job(platform, interpreted=interpreted, name=name)
     shown = f"test_conforms[{name}-gpu{'-interpret' if interpreted else ''}-{job.case.id}]"
     assert bool(keyword_selection.select_checks(expression, job, [shown])) is is_chosen
-
-
-PLUGIN = """
-import warnings
-
-def pytest_configure():
-    warnings.warn("configured", stacklevel=1)
-
-def pytest_collection_modifyitems():
-    warnings.warn("collected", stacklevel=1)
-
-def pytest_sessionfinish():
-    warnings.warn("finished", stacklevel=1)
-"""
-
-
-def test_a_plugin_that_warns_does_not_end_the_gate(repository: Repository) -> None:
-    repository.settings('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
-    installed = repository.path / "installed"
-    facts = installed / "theirs-1.0.dist-info"
-    facts.mkdir(parents=True)
-    (installed / "theirs.py").write_text(PLUGIN)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[pytest11]\ntheirs = theirs\n")
-    words = ("--pyargs", "conformance", "--impl=kernel.py:attention", FEW_CASES, "--collect-only", "-q")
-    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=COMMAND_TIMEOUT,
-    )
-    assert "INTERNALERROR" not in done.stdout + done.stderr
-    assert done.returncode == 0, done.stdout
-    assert "test_conforms" in done.stdout

@@ -26,7 +26,7 @@ from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
 from conformance.session import project_lookup
-from conformance.session.failures import CannotJudge
+from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.run_outputs import Outputs
 from reports import measurements, speed_page, terminal
 from reports.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
@@ -71,7 +71,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
     write_outputs(
         outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted
     )
-    return _compute_exit_code(compared.measurements, interrupted=compared.interrupted)
+    outcomes = [measurement.outcome for measurement in compared.measurements]
+    return choose_exit_code(
+        is_wrong=any(outcome in (DIFFERS, ERROR) for outcome in outcomes),
+        is_judged=not compared.interrupted and any(outcome in TIMED for outcome in outcomes),
+    )
 
 
 def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
@@ -171,9 +175,3 @@ def _choose_cases(arguments: argparse.Namespace) -> list[Case]:
         known = ", ".join(case.id for case in default)
         raise CannotJudge(f"no default case matches --cases={arguments.cases!r}: they are {known}")
     return found
-
-
-def _compute_exit_code(found: Sequence[Measurement], *, interrupted: bool) -> int:
-    if any(measurement.outcome in (DIFFERS, ERROR) for measurement in found):
-        return 1
-    return 2 if interrupted or not any(measurement.outcome in TIMED for measurement in found) else 0

@@ -22,7 +22,7 @@ import pytest
 
 from conformance import interrupts, temporary_folders
 from conformance.fork_server import forked_process
-from conformance.judging import exit_guard
+from conformance.gate import node_ids
 
 PLUGIN_NAME = "attention-conformance-stopping"
 _POLL_SECONDS = 0.2
@@ -43,7 +43,7 @@ class StopSignals:
         """Start recording signals, if this run of pytest judges kernels."""
         options = early_config.known_args_namespace
         paths = options.file_or_dir or early_config.getini("testpaths")
-        if exit_guard.is_requested(paths, options.impl, options.conformance_cases):
+        if node_ids.is_requested(paths, options.impl, options.conformance_cases):
             self._is_judging = True
             self._errors = os.dup(2)  # pytest captures descriptor 2
             self._listening.enter_context(interrupts.record_signals())
