@@ -71,7 +71,6 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     output.add_argument(
         "--all", action="store_true", help="an entry for each set of failing cases, narrower than one for each finding"
     )
-    _add_sensitivity(commands)
     _add_calibrate(commands)
     for extension in load_extensions():
         for command in extension.commands:
@@ -122,27 +121,6 @@ def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
     output.add_argument(
         "--gate", action="store_true", help="exit with 1 if anything is red, with 2 if a shard or a verdict is missing"
     )
-
-
-def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "measure what the gate catches of a bank of planted bugs, and the smallest error that it sees"
-    adding = commands.add_parser(
-        "sensitivity", help=about, description=_format_sentence(about), epilog=help_texts.SENSITIVITY_EXAMPLES
-    )
-    bugs = adding.add_argument_group("which bugs")
-    bugs.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
-    bugs.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    bugs.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
-    what = adding.add_argument_group("what to measure")
-    what.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
-    about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
-    what.add_argument("--signatures", action="store_true", help=about)
-    how = adding.add_argument_group("how to run")
-    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
-    _add_cluster_option(how)
-    output = adding.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here")
-    output.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:

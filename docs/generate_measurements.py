@@ -65,10 +65,11 @@ def build_pages() -> dict[str, str]:
 
 def measure_diagnoses() -> None:
     """Diagnose each planted bug by all others, and store the counts by family in `DIAGNOSIS`."""
-    from conformance.sensitivity import diagnosis, failure_signatures
+    from conformance.sensitivity import failure_signatures
+    from tests.bank import confusions
 
     bank = list(failure_signatures.load_signatures())
-    rows = [dataclasses.asdict(row) for row in diagnosis.measure_confusions(bank)]
+    rows = [dataclasses.asdict(row) for row in confusions.measure_confusions(bank)]
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     DIAGNOSIS.write_text(f'{{"bugs": {len(bank)}, "families": [\n{lines}\n]}}\n', encoding="utf-8")
 

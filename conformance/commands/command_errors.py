@@ -23,6 +23,9 @@ TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 _UNKNOWN_ARGUMENTS = "unrecognized arguments: "
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<name>[^']*)' \(choose from (?P<known>[^)]*)\)")
 
+# Commands of earlier versions, and what does the same.
+_MOVED = {"sensitivity": "python -m tests.bank"}
+
 
 class Parser(argparse_flags.ArgumentParser):
     """The parser of the whole command line."""
@@ -77,6 +80,8 @@ def _suggest(refusing: argparse.ArgumentParser, message: str) -> str:
         options = (word.partition("=")[0] for word in words if word.startswith("--"))
         return next((found for option in options if (found := suggest_name(option, known))), "")
     if (choice := _INVALID_CHOICE.search(message)) is not None:
+        if choice["name"] in _MOVED:
+            return f"; in a clone of attention-conformance, {_MOVED[choice['name']]} does this"
         return suggest_name(choice["name"], [word.strip(" '") for word in choice["known"].split(",")])
     return ""
 

@@ -19,7 +19,6 @@ _COMMAND_PLACES = {
     "report": "report:render_report",
     "compare": "compare:compare",
     "expect": "expect:expect",
-    "sensitivity": "bank.sensitivity:measure_sensitivity",
     "calibrate": "calibrate:calibrate",
     "serve": "serve:serve",
 }

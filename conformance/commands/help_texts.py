@@ -88,18 +88,6 @@ exit codes: 0 merged, 2 a file cannot be read or written
 with --gate: 0 every implementation conforms, 1 one does not, 2 a shard is missing, or something was not judged
 """
 
-SENSITIVITY_EXAMPLES = """\
-examples:
-  python -m conformance sensitivity --report=sensitivity.html
-  python -m conformance sensitivity --bank=my_tests.planted:BANK
-  python -m conformance sensitivity --bug=returns-zeros --level=standard
-  python -m conformance sensitivity --new --save                # only bugs without a saved, valid measurement
-
-A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have detected it,
-beginning with the cases nearest to its trigger. If no check detects it, it is judged on the whole grid.
-exit codes: 0 every bug is detected and every check is needed, 1 otherwise, 2 could not be measured
-"""
-
 CALIBRATE_EXAMPLES = """\
 examples:
   python -m conformance calibrate --impl=block_flash --impl=dot_product --level=standard --seed=0 --seed=1 --seed=2

@@ -4,7 +4,6 @@ The table has these entries:
 
 [tool.attention_conformance]
 implementations = ["my_kernels.flash:attention"]     # judged by `pytest` without --impl
-bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
 expected_failure_files = ["known/*.toml"]             # files with [[expected_failures]], one for each library
 
 [tool.attention_conformance.groups]                   # one name for several implementations, as in `--impl=upstream`
@@ -61,7 +60,7 @@ from reports import records
 from reports.records import Record
 
 TABLE = "attention_conformance"
-_TABLE_KEYS = ("implementations", "groups", "tolerances", "expected_failures", "expected_failure_files", "bank")
+_TABLE_KEYS = ("implementations", "groups", "tolerances", "expected_failures", "expected_failure_files")
 _FILE_KEYS = ("library", "link", "versions", "expected_failures")
 
 
@@ -132,7 +131,6 @@ class Settings:
     implementations: tuple[str, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
     tolerances: Tolerances = dataclasses.field(default_factory=tolerances.load_default_tolerances)
-    bank: str = ""
     groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def resolve_groups(self, names: Iterable[str]) -> list[str]:
@@ -231,11 +229,9 @@ def _parse_table(table: Any, file: Path) -> Settings:
         _require(_is_string_list(patterns), f"expected_failure_files must be a list of patterns, got {patterns!r}")
         for path in _find_files(file.parent, patterns):
             expected += load_expected_failures(path)
-        bank = table.get("bank", "")
-        _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
-    return Settings(tuple(names), expected, limits, bank, groups)
+    return Settings(tuple(names), expected, limits, groups)
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:

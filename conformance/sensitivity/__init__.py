@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity.bank import PlantedBug
+from tests.bank.planted_bug import PlantedBug
 
 __all__ = ["PlantedBug"]

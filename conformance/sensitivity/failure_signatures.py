@@ -21,7 +21,6 @@ from cases.signature_cases import SIGNATURE_CASES
 from conformance.check_api.rotation import PULLBACKS, Rotation
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
-from conformance.sensitivity.bank import PlantedBug
 from impls.contract.implementation import Implementation
 from reports.records import ERROR, JUDGED, RED, Record
 
@@ -125,32 +124,6 @@ def _compute_size(record: Record) -> float:
     return round(round(math.log10(max(record.ratio, 1.0)) / _SIZE_STEP) * _SIZE_STEP, 3)
 
 
-def measure_known_bug(bug: PlantedBug) -> KnownBug:
-    """Judge a planted bug on the signature cases, and return it with its signature."""
-    from conformance.sensitivity.examination import create_single_look_runner
-
-    runner = create_single_look_runner()
-    measured = build_signature(record for job in iter_signature_jobs(bug.build()) for record in runner.stream(job))
-    return KnownBug(name=bug.name, family=bug.family, kind=bug.kind, reference=bug.reference, signature=measured)
-
-
-def save_signatures(known_bugs: Iterable[KnownBug], path: Path = FILE) -> None:
-    """Write signatures as JSON, one bug per line, sorted by name.
-
-    A row maps the text of a case's results to the indices of the cases with exactly these results. In that text a right
-    result is written as its name, and a wrong result as `name:size`. This keeps rows short, since in most cases of a
-    bug all results are right.
-    """
-    rows = [
-        [bug.name, bug.family, bug.kind, bug.reference, _pack_signature(bug.signature)]
-        for bug in sorted(known_bugs, key=lambda bug: bug.name)
-    ]
-    cases = ",\n".join(f"  {json.dumps(signature_case.case.id)}" for signature_case in SIGNATURE_CASES)
-    lines = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in rows)
-    text = f'{{\n "schema": {json.dumps(SCHEMA)},\n "cases": [\n{cases}\n ],\n "bugs": [\n{lines}\n ]\n}}\n'
-    path.write_text(text, encoding="utf-8")
-
-
 def load_signatures(path: Path = FILE) -> list[KnownBug]:
     """Load the stored signatures of planted bugs; empty if the file does not exist.
 
@@ -174,23 +147,8 @@ def load_signatures(path: Path = FILE) -> list[KnownBug]:
     ]
 
 
-def _pack_signature(signature: Signature) -> dict[str, list[int]]:
-    """Convert a signature for its row in the file: group the indices of cases by the text of their results."""
-    numbers = {signature_case.case.id: number for number, signature_case in enumerate(SIGNATURE_CASES)}
-    packed: dict[str, list[int]] = {}
-    for case, sizes in signature.sizes.items():
-        packed.setdefault(" ".join(_format_sizes(sizes)), []).append(numbers[case])
-    return packed
-
-
-def _format_sizes(sizes: Sizes) -> Iterator[str]:
-    """Yield each result of a case as text: `name` if it is right, `name:size` if it is wrong."""
-    for name, size in sizes.items():
-        yield name if size is None else f"{name}:{size:.4g}"
-
-
 def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | None]) -> Signature:
-    """Convert a row of the file back to a signature; the inverse of `_pack_signature`.
+    """Convert a row of the file back to a signature; as `tests.bank.signatures_command` packs it.
 
     Cases that no longer exist have no id, and are left out.
     """
@@ -203,6 +161,6 @@ def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _parse_sizes(words: str) -> Sizes:
-    """Parse the text of a case's results; the inverse of `_format_sizes`."""
+    """Parse the text of a case's results; `name` if it is right, `name:size` if it is wrong."""
     split = (word.partition(":") for word in words.split())
     return {name: float(size) if size else None for name, _, size in split}

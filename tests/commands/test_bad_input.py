@@ -249,7 +249,6 @@ VALUES = [
     BadInput("checks", run_with("--check=*"), ("'*'", "known are forward")),
     BadInput("jobs", run_with("--jobs=0"), ("--jobs must be at least 1, got 0",)),
     BadInput("jobs-many", run_with("--jobs=99999999999999999999"), ("--jobs", "at most", "got 99999999999999999999")),
-    BadInput("jobs-of-a-bank", ("sensitivity", "--jobs=99999999999"), ("--jobs", "at most", "got 99999999999")),
     BadInput("jobs-of-a-survey", ("survey", "--all", "--jobs=99999999999"), ("--jobs", "at most", "got 99999999999")),
     BadInput("jobs-text", run_with("--jobs=many"), ("--jobs", "'many'", "--help")),
     BadInput("timeout", run_with("--timeout=0"), ("--timeout must be more than zero, got 0",)),
@@ -290,8 +289,6 @@ VALUES = [
     BadInput("bench-runs", ("bench", "--impl=kernels.py:right", "--runs=0"), ("--runs must be at least 1, got 0",)),
     BadInput("tune-nothing", ("tune", "--impl=kernels.py:right"), ("kernels.py:right declares nothing to tune",)),
     BadInput("calibrate-nothing", ("calibrate",), ("give records of correct implementations",)),
-    BadInput("bank", ("sensitivity", "--bank=json:dumps"), ("must be a sequence of conformance.sensitivity",)),
-    BadInput("bank-missing", ("sensitivity",), ("no bank: give --bank=module:attribute",)),
 ]
 SEEDS = [
     BadInput("seed-too-large", run_with(f"--seed={TOO_LARGE}"), ("--seed must be less than 2**64", TOO_LARGE)),

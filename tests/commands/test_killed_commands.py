@@ -86,9 +86,9 @@ def _explore(file: Path, jobs: int) -> list[str]:
     return [sys.executable, "-m", "conformance", *words, *outputs]
 
 
-def _sensitivity(file: Path, jobs: int) -> list[str]:
-    words = ("sensitivity", *BUGS, "--level=smoke", f"--jobs={jobs}", f"--report={file.with_name('page.html')}")
-    return [sys.executable, "-m", "conformance", *words]
+def _measure_bank(file: Path, jobs: int) -> list[str]:
+    words = (*BUGS, "--level=smoke", f"--jobs={jobs}", f"--report={file.with_name('page.html')}")
+    return [sys.executable, "-m", "tests.bank", *words]
 
 
 DOORS = {
@@ -102,7 +102,7 @@ DOORS = {
             lambda file, jobs: [*_resume_gate(file, jobs), f"-n{jobs}"],
         ),
         Door("explore", _explore),
-        Door("sensitivity", _sensitivity, has_file=False),
+        Door("bank", _measure_bank, has_file=False),
     )
 }
 
@@ -261,7 +261,7 @@ SAMPLE = [
     ("xdist", signal.SIGINT, 2, 0.5, True, False),
     ("xdist", signal.SIGTERM, 2, 0.15, False, False),
     ("explore", signal.SIGTERM, 1, 0.6, False, False),
-    ("sensitivity", signal.SIGINT, 2, 0.5, True, False),
+    ("bank", signal.SIGINT, 2, 0.5, True, False),
 ]
 
 

@@ -120,13 +120,17 @@ def test_what_cannot_be_done_is_one_clear_line(
         (["run", "--impl=dot_prodcut"], "'dot_product'"),
         (["run", "--impl=kernels.py:rihgt"], "'right'"),
         (["run", "--impl=dot_product", "--problem=paged_atention"], "'paged_attention'"),
-        (["sensitivity", "--bank=tests.planted.bank:BANK", "--bug=cap-befor-bias"], "'cap-before-bias'"),
         (["explain", f"trian/f32/{SHAPE}/causal/normal/s0"], "'train'"),
     ],
 )
 def test_the_closest_name_is_suggested(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(*arguments) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_command_that_moved_names_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("sensitivity", "--bug=returns-zeros") == 2
+    assert "python -m tests.bank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

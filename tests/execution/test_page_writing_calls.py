@@ -22,10 +22,10 @@ from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.executor_tasks import page_write_calls as driven
 from conformance.judging import run_plan
-from conformance.sensitivity.examination import create_single_look_runner
 from impls import paged
 from impls.contract.implementation import Implementation
 from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
+from tests.bank.examination import create_single_look_runner
 from tests.execution.test_plain_functions import judge
 from tests.kernels import serving_attention
 

@@ -28,6 +28,7 @@ from conformance.session.run_options import RunOptions
 from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
 from reports.records import ERROR, PASS, Record, read_jsonl
 from reports.runs import COMPLETE, FAILED
+from tests.bank.__main__ import main as measure_bank
 from tests.commands.kernel_folder import run_cli
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, wait_until
 
@@ -346,9 +347,9 @@ def test_explore_draws_the_same_cases_as_without_a_cluster(address: str, folder:
     assert {record.key: record.verdict for record in there} == {record.key: record.verdict for record in here}
 
 
-def test_sensitivity_examines_planted_bugs_on_the_workers(
+def test_the_bank_examines_planted_bugs_on_the_workers(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)  # the bank is found from there, on the workers too
-    assert run_cli("sensitivity", "--bug=returns-zeros", "--level=smoke", f"--cluster={address}") == 0
+    assert measure_bank(["--bug=returns-zeros", "--level=smoke", f"--cluster={address}"]) == 0
     assert "returns-zeros" in capsys.readouterr().out

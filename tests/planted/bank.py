@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity import PlantedBug, detection_table
+from conformance.sensitivity import detection_table
+from tests.bank import PlantedBug, detection_results
 from tests.planted.beyond.bank import BEYOND
 from tests.planted.computing import (
     backward,
@@ -132,5 +133,5 @@ BANK: tuple[PlantedBug, ...] = (
 # By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
 SEEN = {
     found.bug: found.kills
-    for found in detection_table.parse_examinations(detection_table.load_table(), {bug.name for bug in BANK})
+    for found in detection_results.parse_examinations(detection_table.load_table(), {bug.name for bug in BANK})
 }

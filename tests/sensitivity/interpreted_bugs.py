@@ -9,10 +9,10 @@ import pytest
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan
 from conformance.judging.job import Job
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import create_single_look_runner, shows_as_declared
 from impls.contract.implementation import Implementation
 from reports.records import RED
+from tests.bank import PlantedBug
+from tests.bank.examination import create_single_look_runner, shows_as_declared
 
 
 def iter_near_jobs(bug: PlantedBug, kernel: Implementation, checks: Iterable[str], *, cases: int) -> Iterator[Job]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from _pytest.mark import ParameterSet
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 
 
 def sample_by_stride(stride: int, bugs: Iterable[PlantedBug]) -> list[ParameterSet]:

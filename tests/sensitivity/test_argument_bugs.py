@@ -14,9 +14,9 @@ import pytest
 from cases.case import parse_case_id
 from conformance.check_api.judgement import Judgement
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation, structured_mask
 from reports.records import ERROR, FAIL, PASS
+from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.beyond import (
     argument_bugs,

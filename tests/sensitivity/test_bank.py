@@ -8,11 +8,12 @@ import pytest
 
 from conformance.checks import CHECKS
 from conformance.judging import run_plan, runner, settings
-from conformance.sensitivity import PlantedBug, detection_table
-from conformance.sensitivity.bank import load_bank
-from conformance.sensitivity.examination import iter_red_records, shows_as_declared
+from conformance.sensitivity import detection_table
 from impls.contract.implementation import Implementation
 from reports.records import RED
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records, shows_as_declared
+from tests.bank.planted_bug import load_bank
 from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
@@ -81,12 +82,12 @@ def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> N
 @pytest.fixture
 def measured() -> dict[str, Any]:
     table = detection_table.load_table()
-    assert table is not None, "measure it: python -m conformance sensitivity --save"
+    assert table is not None, "measure it: python -m tests.bank --save"
     return table
 
 
 def test_what_was_measured_is_this_bank_and_these_checks(measured: dict[str, Any]) -> None:
-    again = "measure again: python -m conformance sensitivity --save"
+    again = "measure again: python -m tests.bank --save"
     assert {row["bug"] for row in measured["bugs"]} == {bug.name for bug in BANK}, again
     assert [row["check"] for row in measured["checks"]] == [check.name for check in CHECKS], again
 

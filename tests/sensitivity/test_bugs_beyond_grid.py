@@ -9,10 +9,10 @@ import pytest
 from cases.case import Case, parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan, runner, settings
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import shows_as_declared
 from impls.contract.implementation import Implementation
 from reports.records import PASS, RED, Record
+from tests.bank import PlantedBug
+from tests.bank.examination import shows_as_declared
 from tests.planted.beyond import fast_paths, long_caches, long_sequences, sizes, whole_blocks
 
 _MODULES = (whole_blocks, fast_paths, long_caches, long_sequences, sizes)

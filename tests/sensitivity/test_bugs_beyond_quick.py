@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import iter_red_records, shows_as_declared
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records, shows_as_declared
 from tests.planted.beyond.bank import BEYOND, LEVELS, SEEN, UNSEEN
 from tests.sensitivity.nightly_bugs import sample_by_kind
 

@@ -11,9 +11,13 @@ import pytest
 from conformance import cli
 from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.judging import run_plan
-from conformance.sensitivity import PlantedBug, detection_table
-from conformance.sensitivity.bank import BankError, load_bank
-from conformance.sensitivity.examination import (
+from conformance.sensitivity import detection_table
+from impls.contract.implementation import Implementation
+from reports.detection_section import build_detection as section
+from reports.records import FAIL
+from tests.bank import PlantedBug, detection_results
+from tests.bank.__main__ import main
+from tests.bank.examination import (
     Examination,
     Kill,
     compute_check_powers,
@@ -21,10 +25,8 @@ from conformance.sensitivity.examination import (
     iter_red_records,
     order_jobs_for_bug,
 )
-from conformance.sensitivity.resolution import Resolution
-from impls.contract.implementation import Implementation
-from reports.detection_section import build_detection as section
-from reports.records import FAIL
+from tests.bank.planted_bug import BankError, load_bank
+from tests.bank.resolution import Resolution
 from tests.planted.computing import gaming, laws
 
 ZEROS = next(bug for bug in gaming.BUGS if bug.name == "returns-zeros")
@@ -89,13 +91,13 @@ def test_the_table_is_strict_json_that_reads_back_and_shows(tmp_path: Path) -> N
     ]
     infinite = build_examination("b", "forward")
     infinite = dataclasses.replace(infinite, kills={"forward": Kill("out", "c", "fail", float("inf"))})
-    table = detection_table.build_table(
+    table = detection_results.build_table(
         [build_examination("a", "poison"), infinite, build_examination("c")],
         resolutions,
         level="quick",
         environment={"jax": "1"},
     )
-    detection_table.save_table(table, tmp_path / "detection.json")
+    detection_results.save_table(table, tmp_path / "detection.json")
     assert detection_table.load_table(tmp_path / "detection.json") == json.loads(json.dumps(table))
     shown = section(table)
     assert shown is not None
@@ -144,7 +146,7 @@ def run_command(*arguments: str) -> int:
 def test_the_command_shows_which_checks_see_a_bug(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     bank = "tests.sensitivity.test_detection_table:BANK"
-    assert run_command("sensitivity", f"--bank={bank}", "--bug=returns-zeros", "--jobs=1", f"--report={page}") == 0
+    assert main([f"--bank={bank}", "--bug=returns-zeros", "--jobs=1", f"--report={page}"]) == 0
     printed = capsys.readouterr().out
     assert "gaming: returns-zeros" in printed
     assert "1 of 1 planted bugs are seen" in printed
@@ -153,11 +155,12 @@ def test_the_command_shows_which_checks_see_a_bug(capsys: pytest.CaptureFixture[
 
 def test_what_this_machine_cannot_measure_is_named_and_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        run_command(
-            "sensitivity",
-            "--bank=tests.sensitivity.test_detection_table:ELSEWHERE",
-            "--bug=needs-a-compiler",
-            "--jobs=1",
+        main(
+            [
+                "--bank=tests.sensitivity.test_detection_table:ELSEWHERE",
+                "--bug=needs-a-compiler",
+                "--jobs=1",
+            ]
         )
         == 2
     )
@@ -168,12 +171,12 @@ def test_what_this_machine_cannot_measure_is_named_and_is_no_success(capsys: pyt
 
 def test_the_last_figures_of_a_bug_stand_where_it_cannot_be_measured() -> None:
     measured = [build_examination("a", "compiles"), build_examination("b", "forward")]
-    table = detection_table.build_table(measured, [], level="quick", environment={})
-    (kept,) = detection_table.parse_examinations(table, {"a"})
-    again = detection_table.build_table([kept, measured[1]], [], level="quick", environment={})
+    table = detection_results.build_table(measured, [], level="quick", environment={})
+    (kept,) = detection_results.parse_examinations(table, {"a"})
+    again = detection_results.build_table([kept, measured[1]], [], level="quick", environment={})
     assert again["bugs"] == table["bugs"]
     assert [row["alone"] for row in again["checks"]] == [row["alone"] for row in table["checks"]]
-    assert detection_table.parse_examinations(None, {"a"}) == []
+    assert detection_results.parse_examinations(None, {"a"}) == []
 
 
 def test_at_smoke_bugs_are_judged_as_a_run_does_and_the_first_red_is_timed() -> None:
@@ -187,10 +190,12 @@ def test_at_smoke_bugs_are_judged_as_a_run_does_and_the_first_red_is_timed() -> 
 
 
 def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
-    before = detection_table.build_table([build_examination("a", "forward")], [], level="quick", environment={})
+    before = detection_results.build_table([build_examination("a", "forward")], [], level="quick", environment={})
     before["checks"][0]["seconds"], before["resolution"] = 3.0, [{"observable": "out"}]
-    both = [*detection_table.parse_examinations(before, {"a"}), build_examination("b", "residuals")]
-    table = detection_table.merge_tables(detection_table.build_table(both, [], level="quick", environment={}), before)
+    both = [*detection_results.parse_examinations(before, {"a"}), build_examination("b", "residuals")]
+    table = detection_results.merge_tables(
+        detection_results.build_table(both, [], level="quick", environment={}), before
+    )
     assert [row["bug"] for row in table["bugs"]] == ["a", "b"]
     cost = {row["check"]: row["seconds"] for row in table["checks"]}
     assert cost["forward"] == 3.0 + 1.0
@@ -202,6 +207,7 @@ def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
     [
         (["--bank=nowhere"], "bank 'nowhere' is incomplete"),
         (["--bug=no-such-bug"], "has no bug 'no-such-bug'"),
+        (["--bug=returns-zero"], "did you mean 'returns-zeros'?"),
         (["--jobs=-1"], "--jobs must be at least 1, got -1"),
         (["--bug=returns-zeros", "--new"], "cannot be combined with --bug"),
         (["--bug=returns-zeros", "--save", "--level=deep"], "measure the whole bank"),
@@ -211,7 +217,7 @@ def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
 def test_what_cannot_be_measured_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command("sensitivity", *arguments) == 2
+    assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -18,6 +18,7 @@ from conformance.judging.settings import Settings
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.failure_signatures import KnownBug, Signature
 from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
+from tests.bank import confusions, parallel_examination, signatures_command
 from tests.planted.bank import BANK
 
 IDS = [asked.case.id for asked in SIGNATURE_CASES]
@@ -69,7 +70,7 @@ def test_what_raises_or_is_no_number_is_larger_than_anything(ratio: float | None
 @given(one=SIGNATURES, two=SIGNATURES)
 def test_a_file_keeps_them(one: Signature, two: Signature, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "signatures.json"
-    failure_signatures.save_signatures([build_bug(two, "b"), build_bug(one, "a")], path)
+    signatures_command.save_signatures([build_bug(two, "b"), build_bug(one, "a")], path)
     assert [(each.name, each.signature) for each in failure_signatures.load_signatures(path)] == [
         ("a", one),
         ("b", two),
@@ -155,11 +156,11 @@ def test_how_operands_lie_is_no_class_of_what_is_wrong() -> None:
     sizes: dict[str, failure_signatures.Sizes] = {IDS[0]: {"out": 3.0}, IDS[1]: {"out": None}}
     known = [build_bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind {n}") for n in range(3)]
     paged = [dataclasses.replace(each, family="paged") for each in known]
-    (row,) = diagnosis.measure_confusions(paged)
+    (row,) = confusions.measure_confusions(paged)
     assert (row.bugs, row.named, row.alone) == (3, 0, 3)
-    (row,) = diagnosis.measure_confusions([dataclasses.replace(each, kind=f"scales.{each.kind}") for each in paged])
+    (row,) = confusions.measure_confusions([dataclasses.replace(each, kind=f"scales.{each.kind}") for each in paged])
     assert (row.bugs, row.named, row.alone) == (3, 3, 0)
-    (row,) = diagnosis.measure_confusions(known)
+    (row,) = confusions.measure_confusions(known)
     assert (row.bugs, row.named, row.alone) == (3, 3, 0)
 
 
@@ -186,7 +187,7 @@ DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "data" / "dia
 @pytest.mark.nightly
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     bank = failure_signatures.load_signatures()
-    found = diagnosis.measure_confusions(bank)
+    found = confusions.measure_confusions(bank)
     documented = json.loads(DOCUMENTED.read_text(encoding="utf-8"))
     assert documented["families"] == json.loads(json.dumps([dataclasses.asdict(row) for row in found]))
     assert documented["bugs"] == len(bank)
@@ -215,6 +216,6 @@ SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-
 def test_a_sample_has_the_signature_that_is_kept(name: str) -> None:
     (planted,) = (each for each in BANK if each.name == name)
     (kept,) = (each for each in failure_signatures.load_signatures() if each.name == name)
-    now = failure_signatures.measure_known_bug(planted).signature
+    now = parallel_examination.measure_known_bug(planted).signature
     assert now.sizes.keys() == kept.signature.sizes.keys()
     assert diagnosis.compare_signatures(now, kept).similarity > 0.97

@@ -14,8 +14,6 @@ import pytest
 
 from cases.case import Case
 from cases.masks import And, Causal, Mask, Or
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import iter_red_records
 from impls import flash_gpu
 from impls.flash_gpu import flash_gpu_passes
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
@@ -23,6 +21,8 @@ from impls.flash_gpu.triton import backward, forward, triton_tiles
 from impls.flash_gpu.triton.forward import RunningSoftmax
 from impls.flash_gpu.triton.triton_tiles import visit_blocks
 from reports.records import ERROR
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")

@@ -12,9 +12,9 @@ import pytest
 from cases.case import Case
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import create_single_look_runner
 from reports.records import RED
+from tests.bank import PlantedBug
+from tests.bank.examination import create_single_look_runner
 from tests.planted.computing.flash_gpu.mosaic import BUGS, CASE, DEEP_BUGS, DEEP_CASE, EARLY, LATE, scheduled
 from tests.sensitivity.interpreted_bugs import assert_detected_as_declared
 from tests.sensitivity.nightly_bugs import sample_by_stride

@@ -11,10 +11,10 @@ import pytest
 from cases.case import Case
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import create_single_look_runner
 from impls import flash_gpu
 from reports.records import RED
+from tests.bank import PlantedBug
+from tests.bank.examination import create_single_look_runner
 from tests.planted.computing.flash_gpu.packed import BUGS, CASE, CAUSAL
 from tests.sensitivity.interpreted_bugs import assert_detected_as_declared
 from tests.sensitivity.nightly_bugs import sample_by_stride

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.computing.paged_gpu import BUGS
 from tests.sensitivity.interpreted_bugs import assert_detected_as_declared, iter_near_jobs
 from tests.sensitivity.nightly_bugs import sample_by_stride

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.computing import paged_tpu, paged_tpu_latent, paged_tpu_scales
 from tests.sensitivity.interpreted_bugs import assert_detected_as_declared, iter_near_jobs
 from tests.sensitivity.nightly_bugs import sample_by_stride

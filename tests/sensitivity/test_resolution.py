@@ -10,13 +10,13 @@ import pytest
 
 from cases.case import Case, parse_case_id
 from cases.operand_values import Cotangent, draw_cotangent, draw_problem
-from conformance.sensitivity import resolution
-from conformance.sensitivity.resolution import SCALE, Resolution, measure_resolutions
 from conformance.truth import tolerances
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 from impls.contract.implementation import Arithmetic
+from tests.bank import resolution
+from tests.bank.resolution import SCALE, Resolution, measure_resolutions
 
 FEW = {
     "f32": [

@@ -11,9 +11,9 @@ import pytest
 
 from cases.masks import Mask, Window
 from conformance.judging import run_plan, runner, settings
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import iter_red_records
 from reports.records import FAIL, RED
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

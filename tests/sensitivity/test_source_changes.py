@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.computing import (
     moba_tpu,
     paged_gpu,

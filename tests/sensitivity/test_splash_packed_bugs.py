@@ -10,10 +10,10 @@ import pytest
 
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import create_single_look_runner
 from impls import splash_tpu
 from reports.records import RED
+from tests.bank import PlantedBug
+from tests.bank.examination import create_single_look_runner
 from tests.planted.computing.splash_packed import BUGS, CASE
 from tests.sensitivity.interpreted_bugs import assert_detected_as_declared
 from tests.sensitivity.nightly_bugs import sample_by_stride

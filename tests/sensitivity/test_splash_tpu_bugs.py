@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import iter_red_records, shows_as_declared
 from impls import splash_tpu
 from impls.contract.implementation import Implementation
 from reports.records import ERROR
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records, shows_as_declared
 from tests.planted.bank import SEEN
 from tests.planted.computing.splash_tpu import BUGS
 from tests.planted.planting.source_change import Change, changed

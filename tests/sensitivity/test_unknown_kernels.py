@@ -18,9 +18,9 @@ import pytest
 from cases.signature_cases import SIGNATURE_CASES
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import diagnosis, failure_signatures
-from conformance.sensitivity.examination import create_single_look_runner
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, KnownBug, Signature
 from reports.causes.case_levels import find_levels
+from tests.bank.examination import create_single_look_runner
 from tests.reports.causes.faults.faulty_kernels import FaultyKernel
 
 UNSEEN: dict[str, dict[str, Any]] = json.loads(

@@ -12,7 +12,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Mask, Window
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import plain
 from tests.planted.planting.mask_steps import each
 from tests.planted.planting.plain import Array, BackwardSteps, Call, Saved, sum_to_shape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import Kill
 from reports.records import FAIL
+from tests.bank import PlantedBug
+from tests.bank.examination import Kill
 from tests.planted.beyond import (
     argument_bugs,
     borders,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.triggers import both, has, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.triggers import trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

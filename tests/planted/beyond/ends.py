@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, hidden, planted
 from tests.planted.planting.triggers import both, has, one_query, trains

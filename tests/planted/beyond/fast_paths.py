@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
 from tests.planted.planting.tile_triggers import call_of, whole
 from tests.planted.planting.triggers import both, has, sixteen_bits

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.beyond import long_cache_steps as wrong
 from tests.planted.planting import splits, wrapped
 from tests.planted.planting.splits import Call, takes

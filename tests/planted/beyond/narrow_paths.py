@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.beyond.precision import masked_by, over, to_operands, towards_zero
 from tests.planted.planting import blockwise, plain, splits, tiled
 from tests.planted.planting.plain import Array, BackwardSteps, PlainSteps, Saved, product

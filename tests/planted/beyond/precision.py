@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window, list_conjuncts
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

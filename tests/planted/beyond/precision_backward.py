@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.beyond.precision import (
     BLOCK,
     accumulated,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import plain
 from tests.planted.planting.plain import Array, Call, same_segment
 from tests.planted.planting.triggers import has

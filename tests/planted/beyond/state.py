@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, implementation, planted
 

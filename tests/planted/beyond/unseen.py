@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting.latent import LatentSteps, in_pages, paged_latent
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged, sequences, softmax

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import blockwise
 from tests.planted.planting.block_triggers import several_blocks
 from tests.planted.planting.plain import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import tiled
 from tests.planted.planting.tile_triggers import (
     call_of,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import (
     by_batch,
     by_head,

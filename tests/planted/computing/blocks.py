@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import (
     by_batch,
     by_head,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.triggers import both, has, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

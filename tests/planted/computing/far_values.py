@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.optional_operands.sinks_operand import EXTREME
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import blockwise, plain
 from tests.planted.planting.layout import BLOCK_KV, EMPTY
 from tests.planted.planting.plain import Array, Call, PlainSteps, with_sinks

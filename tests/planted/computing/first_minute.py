@@ -13,8 +13,8 @@ import numpy as np
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting.triggers import trains
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted

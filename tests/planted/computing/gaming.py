@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.sensitivity import PlantedBug
 from conformance.truth.rounding_bounds import Expectation
+from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
 
 _bug = functools.partial(planted, family="gaming")

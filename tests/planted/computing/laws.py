@@ -13,9 +13,9 @@ import numpy as np
 from cases.case import Case
 from cases.masks import Full
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
 from impls.dot_product.attention import attention as dot_product
+from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

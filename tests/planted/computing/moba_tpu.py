@@ -6,8 +6,8 @@ import dataclasses
 import functools
 
 from cases.case import Case, parse_case_id
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.source_change import Change, changed
 from tests.planted.planting.triggers import both, has, trains

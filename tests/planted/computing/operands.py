@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import train
 from tests.planted.planting.blockwise import planted
 from tests.planted.planting.steps import Block, broadcast_axes, dsinks

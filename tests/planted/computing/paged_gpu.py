@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages, several, windowed
 from tests.planted.planting.source_change import Change, changed

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from conformance.accelerators.targets import TPU
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.kernels.pallas_flash import build_pallas_implementation
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Arithmetic, Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

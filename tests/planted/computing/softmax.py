@@ -6,7 +6,7 @@ import functools
 
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, planted, product, with_sinks
 from tests.planted.planting.triggers import both, trains
 

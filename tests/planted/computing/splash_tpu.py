@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.source_change import Change, changed
 
 _PACKAGE = "impls.splash_tpu"

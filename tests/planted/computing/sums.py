@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import dead_block, empty_rows, grouped, key_tail, rounds, train, train_blocks
 from tests.planted.planting.blockwise import planted
 from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL, Call

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="transforms")

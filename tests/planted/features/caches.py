@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import KV_FEATURES, Case
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Arithmetic, Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import PlainSteps, capped, kernel
 from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits
 

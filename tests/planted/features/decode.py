@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.kernels.split_decode import (
     BLOCK,
     SPLITS,

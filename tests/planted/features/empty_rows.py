@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

@@ -14,8 +14,8 @@ from cases.case import Case
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
 from conformance.reference import front_end_reference as reference
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.kernels import naive
 
 FrontEnd = Callable[..., Any]

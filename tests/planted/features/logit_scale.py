@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.source_change import Change, changed
 from tests.planted.planting.triggers import Trigger, both, grouped, has, one_query, trains
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import And, Bidirectional, Causal, Full, Lengths, LoadBalancedCausal, Mask, Or
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.mask_steps import each, mask_is, mask_starts, pairs, whole
 from tests.planted.planting.plain import Array, BackwardSteps, Call, Saved, planted
 from tests.planted.planting.triggers import both, empty_rows, has, masked, trains

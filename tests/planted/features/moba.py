@@ -14,10 +14,10 @@ from jax import lax
 
 from cases.case import Case
 from cases.moba_mask import Moba
-from conformance.sensitivity import PlantedBug
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, restore_rows, split_lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work
+from tests.bank import PlantedBug
 from tests.planted.planting.moba import MobaSteps, block_sparse, chosen_pairs, correct, highest, implementation
 from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
 from tests.planted.planting.triggers import Trigger, both, grouped, has, trains

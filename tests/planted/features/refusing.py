@@ -11,9 +11,9 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
 from impls.dot_product import attention
+from tests.bank import PlantedBug
 
 _Call = Callable[..., Any]
 

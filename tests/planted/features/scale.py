@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, default_scale, planted, product
 from tests.planted.planting.triggers import both, has, one_query, sixteen_bits, trains
 

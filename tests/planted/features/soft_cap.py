@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, keep, planted, stop
 from tests.planted.planting.triggers import both, has, masked, one_query, trains
 

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from cases.masks import Chunked, Full, Window
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.mask_steps import each, mask_is, mask_starts, whole
 from tests.planted.planting.plain import planted
 from tests.planted.planting.triggers import both, has, one_query

@@ -19,9 +19,9 @@ from jax import lax
 
 from cases.case import Case
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.declarations import declare
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.layout import (
     BLOCK_KV,
     BLOCK_Q,

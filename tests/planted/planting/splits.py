@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting import wrapped
 

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting.triggers import Trigger
 
 

@@ -22,8 +22,8 @@ from jax import lax
 from cases.case import Case
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 
 Array = Any
 Step = Callable[..., Any]

@@ -9,8 +9,8 @@ from typing import Any
 from cases.case import Case
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.kernels import naive
 
 Arrays = dict[str, Any]

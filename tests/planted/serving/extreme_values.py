@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import latent, packed_bug, paged_bug
 from tests.planted.planting.latent import LatentSteps
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, softmax

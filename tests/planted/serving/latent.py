@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.latent import LatentSteps, bug, in_pages, trained, turned
 from tests.planted.planting.served import Call, PagedSteps
 from tests.planted.planting.triggers import both

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.packed_bug import bug, several, trained
 from tests.planted.planting.served import Call, PackedSteps, sequences, softmax
 from tests.planted.planting.triggers import has

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import Call, PagedSteps, scaled
 from tests.planted.planting.triggers import both, has

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.page_writes import Tokens, WriteSteps, bug, scattered
 from tests.planted.planting.paged_bug import in_pages, several
 from tests.planted.planting.served import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from conformance.sensitivity import PlantedBug
+from tests.bank import PlantedBug
 from tests.planted.planting.paged_bug import bug, several, windowed
 from tests.planted.planting.served import Call, PagedSteps
 

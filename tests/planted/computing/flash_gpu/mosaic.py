@@ -12,8 +12,8 @@ import importlib
 from typing import Any
 
 from cases.case import Case, parse_case_id
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Accelerator, Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.source_change import Change, changed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case, parse_case_id
-from conformance.sensitivity import PlantedBug
 from impls.contract.implementation import Implementation
+from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.packed_bug import trained
 from tests.planted.planting.source_change import Change, changed

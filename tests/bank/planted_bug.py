@@ -1,7 +1,7 @@
 """Define planted bugs, and load banks of planted bugs.
 
 A planted bug is a small change to a correct kernel that makes it wrong as a real project's kernel was. A bank is a
-sequence of planted bugs. The command `sensitivity` judges each kernel of a bank, to measure what the checks detect.
+sequence of planted bugs. `python -m tests.bank` judges each kernel of a bank, to measure what the checks detect.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load_bank(name: str) -> tuple[PlantedBug, ...]:
     except (Exception, SystemExit) as error:  # the import may raise any type; the user sees it as one line
         raise BankError(f"bank {name}: {type(error).__name__}: {error}".split("\n")[0]) from error
     if not (isinstance(bugs, Sequence) and bugs and all(isinstance(bug, PlantedBug) for bug in bugs)):
-        raise BankError(f"bank {name} must be a sequence of conformance.sensitivity.PlantedBug, and not empty")
+        raise BankError(f"bank {name} must be a sequence of tests.bank.PlantedBug, and not empty")
     names = [bug.name for bug in bugs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise BankError(f"bank {name}: names must be unique, {', '.join(repeated)} occurs twice")

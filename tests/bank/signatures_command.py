@@ -1,4 +1,4 @@
-"""Implement `sensitivity --signatures`: measure and save the signature of each planted bug.
+"""Implement `python -m tests.bank --signatures`: measure and save the signature of each planted bug.
 
 A signature is how wrong each result is on a fixed set of cases. A diagnosis compares a failing kernel with signatures.
 """
@@ -6,21 +6,24 @@ A signature is how wrong each result is on a fixed set of cases. A diagnosis com
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from cases.signature_cases import SIGNATURE_CASES
 from conformance import interrupts
-from conformance.commands.bank.bank_pools import open_bank_pool
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.sensitivity import diagnosis, failure_signatures
-from conformance.sensitivity.bank import PlantedBug
-from conformance.sensitivity.failure_signatures import KnownBug
-from conformance.sensitivity.parallel_examination import BugKilledProcess, measure_parallel
+from conformance.sensitivity import failure_signatures
+from conformance.sensitivity.failure_signatures import FILE, SCHEMA, KnownBug, Signature, Sizes
 from conformance.session.failures import CannotJudge
+from tests.bank import confusions
+from tests.bank.parallel_examination import BugKilledProcess, measure_parallel, open_bank_pool
+from tests.bank.planted_bug import PlantedBug
 
 
 def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
@@ -39,7 +42,7 @@ def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: arg
         def on_bug(each: KnownBug) -> None:
             found[each.name] = each
             with interrupts.delay_signals():
-                failure_signatures.save_signatures(found.values())
+                save_signatures(found.values())
             progress.advance([])
 
         try:
@@ -66,7 +69,7 @@ def _print_confusions(bank: list[KnownBug]) -> None:
     for name in ("bugs", "first", "named", "like none", "alone"):
         table.add_column(name, justify="right")
     table.add_column("else first named")
-    for row in diagnosis.measure_confusions(bank):
+    for row in confusions.measure_confusions(bank):
         counts = row.bugs, row.first, row.named, row.none, row.alone
         table.add_row(row.family, *map(str, counts), ", ".join(row.others))
     Console(soft_wrap=True).print(table)
@@ -77,3 +80,35 @@ def order_kinds_first(bugs: Mapping[str, PlantedBug], names: list[str]) -> list[
     first = {bugs[name].kind: name for name in reversed(names)}
     ahead = set(first.values())
     return sorted(names, key=lambda name: name not in ahead)
+
+
+def save_signatures(known_bugs: Iterable[KnownBug], path: Path = FILE) -> None:
+    """Write signatures as JSON, one bug per line, sorted by name.
+
+    A row maps the text of a case's results to the indices of the cases with exactly these results. In that text a right
+    result is written as its name, and a wrong result as `name:size`. This keeps rows short, since in most cases of a
+    bug all results are right.
+    """
+    rows = [
+        [bug.name, bug.family, bug.kind, bug.reference, _pack_signature(bug.signature)]
+        for bug in sorted(known_bugs, key=lambda bug: bug.name)
+    ]
+    cases = ",\n".join(f"  {json.dumps(signature_case.case.id)}" for signature_case in SIGNATURE_CASES)
+    lines = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in rows)
+    text = f'{{\n "schema": {json.dumps(SCHEMA)},\n "cases": [\n{cases}\n ],\n "bugs": [\n{lines}\n ]\n}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def _pack_signature(signature: Signature) -> dict[str, list[int]]:
+    """Convert a signature for its row in the file: group the indices of cases by the text of their results."""
+    numbers = {signature_case.case.id: number for number, signature_case in enumerate(SIGNATURE_CASES)}
+    packed: dict[str, list[int]] = {}
+    for case, sizes in signature.sizes.items():
+        packed.setdefault(" ".join(_format_sizes(sizes)), []).append(numbers[case])
+    return packed
+
+
+def _format_sizes(sizes: Sizes) -> Iterator[str]:
+    """Yield each result of a case as text: `name` if it is right, `name:size` if it is wrong."""
+    for name, size in sizes.items():
+        yield name if size is None else f"{name}:{size:.4g}"

@@ -6,17 +6,37 @@ cannot be sent to another process.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 
-from conformance.judging.task_pools import TaskPool
-from conformance.sensitivity.bank import PlantedBug, load_bank
-from conformance.sensitivity.examination import Examination, examine
-from conformance.sensitivity.failure_signatures import KnownBug, measure_known_bug
+from conformance.judging.task_pools import LocalPool, TaskPool
+from conformance.sensitivity.failure_signatures import KnownBug, build_signature, iter_signature_jobs
+from conformance.session.failures import CannotJudge
+from conformance.session.remote_pools import open_cluster
+from tests.bank.examination import Examination, create_single_look_runner, examine
+from tests.bank.planted_bug import PlantedBug, load_bank
 
 
 class BugKilledProcess(Exception):  # noqa: N818 -- the name reads as a statement
     """A planted bug killed the process that examined it, twice in a row."""
+
+
+@contextlib.contextmanager
+def open_bank_pool(arguments: argparse.Namespace) -> Iterator[TaskPool]:
+    """Open the pool that `--cluster` or `--jobs` names, and close it after the block. Raises `CannotJudge`."""
+    if arguments.cluster is None:
+        yield LocalPool(arguments.jobs or os.cpu_count() or 1)
+        return
+    if arguments.jobs is not None:
+        raise CannotJudge("--cluster and --jobs contradict each other: the cluster has its own number of workers")
+    remote = open_cluster(arguments.cluster)
+    try:
+        yield remote.pool
+    finally:
+        remote.close()
 
 
 def examine_parallel(
@@ -73,3 +93,10 @@ def _load_bug(bank: str, name: str) -> PlantedBug:
     """Load one bug of a bank by its name."""
     (bug,) = (bug for bug in load_bank(bank) if bug.name == name)
     return bug
+
+
+def measure_known_bug(bug: PlantedBug) -> KnownBug:
+    """Judge a planted bug on the signature cases, and return it with its signature."""
+    runner = create_single_look_runner()
+    measured = build_signature(record for job in iter_signature_jobs(bug.build()) for record in runner.stream(job))
+    return KnownBug(name=bug.name, family=bug.family, kind=bug.kind, reference=bug.reference, signature=measured)

@@ -1,4 +1,4 @@
-"""Implement `sensitivity`: measure which planted bugs of a bank the gate detects, and the smallest error it detects."""
+"""Measure which planted bugs of a bank the gate detects, and the smallest error it detects, for `tests.bank`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.table import Table
 from cases.name_suggestions import suggest_name
 from conformance import environment, interrupts
 from conformance.commands.argument_lookup import check_outputs, format_command_line
-from conformance.commands.bank import signatures_command
-from conformance.commands.bank.bank_pools import open_bank_pool
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.sensitivity import detection_table, resolution
-from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
-from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
-from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
+from conformance.sensitivity import detection_table
 from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
 from reports.records import RunInfo
+from tests.bank import resolution, signatures_command
+from tests.bank.detection_results import build_table, merge_tables, parse_examinations, save_table
+from tests.bank.examination import CheckPower, Examination, compute_check_powers, is_still_asked
+from tests.bank.parallel_examination import BugKilledProcess, examine_parallel, open_bank_pool
+from tests.bank.planted_bug import BankError, PlantedBug, load_bank
 
 
 def measure_sensitivity(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     run_options.reject_bad_job_count(arguments.jobs)
     outputs = check_outputs(arguments)
     chosen = project_lookup.load_project_settings()
-    bank = arguments.bank or chosen.bank
+    bank = arguments.bank
     last = detection_table.load_table()
     bugs = _load_bugs(bank)
     if arguments.signatures:
@@ -75,13 +75,13 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     interrupts.stop_raising()  # writing the results must not be interrupted
     complete = bool(names) and len(examined) == len(names)
     stands = last if last is not None and last["level"] == level else None  # results of another level do not apply
-    kept = detection_table.parse_examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
+    kept = parse_examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
-    table = detection_table.build_table(examined, resolutions, level=level, environment=described)
+    table = build_table(examined, resolutions, level=level, environment=described)
     if arguments.save and not whole:
-        table = detection_table.merge_tables(table, last)
+        table = merge_tables(table, last)
     if arguments.save and not interrupted:
-        detection_table.save_table(table)
+        save_table(table)
     info = RunInfo(
         command=format_command_line(),
         level=level,
@@ -101,8 +101,6 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
 
 def _load_bugs(bank: str) -> dict[str, PlantedBug]:
     """Load the bugs of a bank by name. Raises `CannotJudge` if there is no such bank."""
-    if not bank:
-        raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
     try:
         return {bug.name: bug for bug in load_bank(bank)}
     except BankError as error:
@@ -120,7 +118,7 @@ def _select_bugs(
         return list(arguments.bug) or list(bugs)
     if arguments.bug:
         raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
-    known = {examined.bug: examined.kills for examined in detection_table.parse_examinations(last, bugs)}
+    known = {examined.bug: examined.kills for examined in parse_examinations(last, bugs)}
     if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
     raise CannotJudge("every bug of the bank has a saved measurement that is still valid: nothing is new")

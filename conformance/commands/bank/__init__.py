@@ -1,1 +1,0 @@
-"""Implement `sensitivity`, which measures the gate on a bank of planted bugs, with `--signatures`."""
