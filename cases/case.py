@@ -11,30 +11,17 @@ shell and pytest's `-k` take them unquoted.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import math
-import re
 from typing import Any
 
 from cases import front_ends, mask_spec, score_functions
+from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
 from cases.storage_forms.mask_sides import find_kv_lengths, find_sides
 from cases.storage_forms.storage_form import StorageSpec
-
-PHASES = ("train", "prefill", "decode")
-DTYPES = ("f32", "bf16", "f16")
-# Those of the last line make single roundings stand out, for the check `ensemble`.
-DISTRIBUTIONS = (
-    *("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels", "low", "apart"),
-    *("aligned", "opposed", "rising"),
-)
-
-_SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
-_FRONT_END = re.compile(r"front-([a-z0-9-]+)")
-_SEED = re.compile(r"s(\d+)")
 
 
 class CaseIdError(ValueError):
@@ -42,32 +29,8 @@ class CaseIdError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One attention problem. Sizes are named as in the contract; `mask` is a mask spec (`cases.mask_spec`)."""
-
-    phase: str = "train"
-    dtype: str = "f32"
-    batch: int = 1
-    q_length: int = 128
-    kv_length: int = 128
-    num_q_heads: int = 2
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    v_head_dim: int = 64
-    mask: str = "full"
-    segments: str | None = None
-    soft_cap: float | None = None
-    sinks: bool | str = False
-    bias: str | None = None
-    scale: float | None = None
-    kv_cache: str | None = None
-    alibi: bool = False
-    score: str | None = None
-    logit_scale: bool = False
-    storage: str | None = None
-    front_end: str | None = None
-    distribution: str = "normal"
-    seed: int = 0
+class Case(CaseFields):
+    """One attention problem: its fields, which are validated, and what follows from them."""
 
     def __post_init__(self) -> None:
         _check_choice("phase", self.phase, PHASES)
@@ -132,14 +95,6 @@ class Case:
         """The number of keys of each sequence: the lengths of the mask if it has lengths, otherwise `S`."""
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         return find_kv_lengths(mask, self.batch, self.kv_length)
-
-    @property
-    def shape(self) -> str:
-        """The shape part of the id."""
-        return (
-            f"B{self.batch}.T{self.q_length}.S{self.kv_length}.N{self.num_q_heads}.K{self.num_kv_heads}"
-            f".H{self.head_dim}.V{self.v_head_dim}"
-        )
 
     @property
     def id(self) -> str:
@@ -233,77 +188,6 @@ OPT_IN = (
     | set(form_registry.FORMS)
 )
 """Features that an implementation supports only if it declares them: they need an algorithm of their own."""
-
-
-_LONGEST = 4000  # most characters of an id; Python refuses to parse integers of more than 4,300 digits
-
-
-def parse_case_id(text: str) -> Case:
-    """Parse a case id.
-
-    Raises:
-      CaseIdError: naming the part that is wrong.
-    """
-    if len(text) > _LONGEST:
-        raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
-    parts = text.strip().split("/")
-    if len(parts) < 6:
-        raise CaseIdError(
-            f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{form_registry.SYNTAX}/front-STEPS/]distribution/sSEED"
-        )
-    phase, dtype, shape, mask, *options, distribution, seed = parts
-    sizes = _SHAPE.fullmatch(shape)
-    if not sizes:
-        raise CaseIdError(f"{shape!r} in {text!r} is not a shape such as B2.T128.S128.N4.K2.H64.V64")
-    numbered = _SEED.fullmatch(seed)
-    if not numbered:
-        raise CaseIdError(f"{seed!r} in {text!r} is not a seed such as s7")
-    b, t, s, n, k, h, v = map(int, sizes.groups())
-    fields: dict[str, Any] = {}
-    for option in options:
-        name, value = _parse_option(option, text)
-        if name in fields:
-            raise CaseIdError(f"{option!r} in {text!r} sets {name} a second time")
-        fields[name] = value
-    return Case(
-        phase=phase,
-        dtype=dtype,
-        batch=b,
-        q_length=t,
-        kv_length=s,
-        num_q_heads=n,
-        num_kv_heads=k,
-        head_dim=h,
-        v_head_dim=v,
-        mask=mask,
-        distribution=distribution,
-        seed=int(numbered[1]),
-        **fields,
-    )
-
-
-def _parse_option(option: str, text: str) -> tuple[str, Any]:
-    """Parse an optional part into a field of the case and its value."""
-    for operand in OPTIONAL:
-        if (value := operand.read(option)) is not None:
-            return operand.field, value
-    if form_registry.read_storage(option) is not None:
-        return "storage", option
-    if found := _FRONT_END.fullmatch(option):
-        return "front_end", found[1]
-    known = [part for operand in OPTIONAL for part in operand.parts]
-    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {form_registry.SYNTAX}, front-STEPS")
-
-
-def matches_query(query: str, case_id: str) -> bool:
-    """Return whether `case_id` matches `query`.
-
-    A query is the first parts of a case id, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
-    `*/softcap*`. Trailing parts may be left out.
-    """
-    pattern = query.strip().rstrip("/")
-    return fnmatch.fnmatchcase(case_id, pattern) or fnmatch.fnmatchcase(case_id, f"{pattern}/*")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

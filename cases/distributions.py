@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cases.case_fields import CaseFields
 from cases.counter_rng import draw_integers
-
-if TYPE_CHECKING:  # cases have operands, whose modules import this one
-    from cases.case import Case
 
 # Logits at which kernels clip, mask or start a running maximum: where exp overflows and underflows in f32 and f16, what
 # some kernels use for minus infinity (-1e4), and zero.
@@ -52,7 +49,7 @@ def _compute_query_coordinates(logits: np.ndarray, scale: float) -> np.ndarray:
     return rounded
 
 
-def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def lift_logits(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Lift the logits of every query to one of `_LEVELS`; heads of a group get different levels too.
 
     Some queries are zero, and some keys are copies of others. As in the distribution `huge`, one coordinate lifts all
@@ -75,13 +72,13 @@ def compute_low_coordinates(num_q_heads: int, scale: float) -> tuple[float, np.n
     return _LEVEL_KEY, _compute_query_coordinates(np.resize(_LOW_LOGITS, num_q_heads), scale)
 
 
-def lower_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def lower_logits(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Lower all logits of each query head far below zero; their differences stay."""
     k[..., 0], q[..., 0] = compute_low_coordinates(case.num_q_heads, scale)
     return q, k
 
 
-def move_logits_apart(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def move_logits_apart(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Raise or lower the logits of every second stretch of keys by one of `_JUMPS`, which queries take in turn.
 
     The running maximum of a kernel that visits keys in order jumps several times, or falls far behind.
@@ -94,7 +91,7 @@ def move_logits_apart(case: Case, q: np.ndarray, k: np.ndarray, scale: float) ->
     return q, k
 
 
-def make_heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
+def make_heavy_tailed(case: CaseFields, name: str, x: np.ndarray) -> np.ndarray:
     """Multiply each value by a power of two: 1 half the time, then ever more rarely 2, 4 and 8.
 
     Activations of trained models have such tails.
@@ -104,7 +101,7 @@ def make_heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
     return x * 2.0 ** (exponent - 1)
 
 
-def add_dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+def add_dominant_keys(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     """Make three keys dominate most rows: they get most of the softmax's weight.
 
     The strongest key is last, so that a running maximum keeps rising.
@@ -123,7 +120,7 @@ def compute_huge_coordinates(scale: float) -> tuple[float, float]:
     return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
 
 
-def align_values(case: Case, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def align_values(case: CaseFields, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Make all values positive, and shift all keys along one direction.
 
     Partial sums of `out` and of `D` then grow steadily, so rounding them is as large as rounding the whole. An error of
@@ -133,7 +130,9 @@ def align_values(case: Case, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, 
     return k + _draw_direction(case, "k-direction", case.head_dim), np.abs(v) * size
 
 
-def oppose_values(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def oppose_values(
+    case: CaseFields, q: np.ndarray, k: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Make partial sums far larger than whole sums: over keys in `out` and `dq`, over queries in `dk`.
 
     Keys lie in `_OPPOSED_CHUNKS` chunks. The values of a coordinate have one sign in a chunk, and both signs have as
@@ -161,7 +160,7 @@ def write_values_into_keys(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple
     return q, k
 
 
-def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def raise_logits(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Make the logits of each row rise steadily from the first key to the last, by another amount in each row.
 
     They are near 0 in the middle. A kernel that rescales its sums only where the maximum rises by more than a threshold
@@ -175,7 +174,7 @@ def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tupl
     return q, k
 
 
-def make_cotangent_positive(case: Case, do: np.ndarray) -> np.ndarray:
+def make_cotangent_positive(case: CaseFields, do: np.ndarray) -> np.ndarray:
     """Make the cotangents of `out` positive, and spread the magnitudes of rows over one binade, evenly in logarithms.
 
     The values `dp` of a row are then nearly equal. Across rows, their mantissas are distributed as the expected
@@ -188,6 +187,6 @@ def make_cotangent_positive(case: Case, do: np.ndarray) -> np.ndarray:
     return np.abs(do) * np.exp2(rows / 256)[..., None] * size
 
 
-def _draw_direction(case: Case, stream: str, depth: int) -> np.ndarray:
+def _draw_direction(case: CaseFields, stream: str, depth: int) -> np.ndarray:
     """Draw a vector of ones and minus ones."""
     return draw_integers(case.seed, stream, (depth,), 2) * 2.0 - 1.0

@@ -13,7 +13,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.operand_registry import OPTIONAL
 
 _DENSE = (

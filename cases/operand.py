@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # a case and a problem have operands, so that their modules import this one
-    from cases.case import Case
-    from cases.operand_validation import CallSizes
-    from cases.operand_values import Problem
+from cases.case_fields import CallOperands, CaseFields
+from cases.operand_validation import CallSizes
 
 Axes = tuple[str, ...]
 """The axes of an array, by the letters of docs/contract.md: `B`, `T`, `S`, `N`, `K`, `H`, `V`."""
@@ -29,7 +27,7 @@ class Operand:
     """An operand of the canonical call.
 
     Attributes:
-      name: the keyword of the call, and the field of `cases.operand_values.Problem`.
+      name: the keyword of the call, and the field of `cases.case_fields.CallOperands`.
       arrays: the axes of its array, or of each array of a pair. It is empty for a number or a function, which is fixed
         when the call is compiled.
       broadcasts: whether an axis of length 1 stands for the whole axis.
@@ -85,7 +83,7 @@ class OptionalOperand(Operand):
     In a case id:
 
     Attributes:
-      field: the field of `cases.case.Case` that asks for the operand.
+      field: the field of `cases.case_fields.CaseFields` that asks for the operand.
       form: the operand's part of a case id, as messages show it. If the part has a number, the last letter stands for
         the number.
       levels: the values of the field other than its default; for a number, one usual value. True stands for `form`.
@@ -149,13 +147,13 @@ class OptionalOperand(Operand):
     is_rare: bool = False
     calls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     decoding: tuple[Mapping[str, Any], ...] = ()
-    draw: Callable[[Case, Problem, float], Any] | None = None
+    draw: Callable[[CaseFields, CallOperands, float], Any] | None = None
     validate: Callable[[str, Any, CallSizes, Any], None]
-    null: Callable[[Problem], Any] | None = None
-    factor: Callable[[Problem], Any] | None = None
-    term: Callable[[Problem], np.ndarray | None] | None = None
+    null: Callable[[CallOperands], Any] | None = None
+    factor: Callable[[CallOperands], Any] | None = None
+    term: Callable[[CallOperands], np.ndarray | None] | None = None
     term_rounding: TermRounding = TermRounding()
-    cap: Callable[[Problem], Any] | None = None
+    cap: Callable[[CallOperands], Any] | None = None
 
     @property
     def is_flag(self) -> bool:

@@ -1,8 +1,8 @@
 """List the operands of a call, and the names of what a call returns.
 
-A new optional operand is a module of `cases.optional_operands` and a line of `OPTIONAL`, a field of `cases.case.Case`
-and one of `cases.operand_values.Problem`. Every package that handles operands reads this list:
-drawing, validation, calls, sharding, checks and reports. So do the oracle and its bounds.
+A new optional operand is a module of `cases.optional_operands` and a line of `OPTIONAL`, and a field of each class
+of `cases.case_fields`. Every package that handles operands reads this list: drawing, validation, calls, sharding,
+checks and reports. So do the oracle and its bounds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.storage_forms.form_cases import load_all_form_cases
 
 

@@ -519,7 +519,7 @@ def _parse_case(case_id: str) -> Any:
     """Parse the id of a case. The package is found from the root of the repository."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    from cases.case import parse_case_id
+    from cases.case_id import parse_case_id
 
     return parse_case_id(case_id)
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from cases import mask_spec
-from cases.case import FEATURES, OPT_IN, parse_case_id
+from cases.case import FEATURES, OPT_IN
+from cases.case_id import parse_case_id
 from conformance import Implementation, cli
 from conformance.check_api.scopes import SCOPES
 from conformance.checks import CHECKS

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
+from cases.case import Case
+from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES
 from cases.case_space.clue_numbers import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.operand_registry import OPTIONAL

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from cases.case import PHASES, Case
+from cases.case import Case
+from cases.case_fields import PHASES
 from cases.case_space.alternatives import NothingToDraw, Space, Supports, build_space
 from cases.case_space.clue_numbers import NO_CLUES, Clues
 from cases.mask_spec import KINDS

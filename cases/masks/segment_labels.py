@@ -5,18 +5,14 @@ The operand module `cases.optional_operands.segment_ids_operand` calls `draw_seg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from cases.case_fields import CaseFields
 from cases.counter_rng import draw_integers
 from cases.masks import Mask
 
-if TYPE_CHECKING:  # `cases.case` imports the operand modules, and they import this module
-    from cases.case import Case
 
-
-def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
+def draw_segment_ids(case: CaseFields, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
     """Draw segment ids of queries and keys, int32 `[B, T]` and `[B, S]`; None if the case has none.
 
     The cuts between sequences differ in every batch row. Labels are not sorted.
@@ -57,7 +53,7 @@ _MAX_SHORT_LENGTH = 12
 _TEXT_AND_PICTURE_PERIOD = 16
 
 
-def _draw_labels(case: Case, stream: str, length: int, row: int) -> np.ndarray:
+def _draw_labels(case: CaseFields, stream: str, length: int, row: int) -> np.ndarray:
     """Draw the labels of one batch row, `[length]`.
 
     Two cuts are random. Two more are half of `min(T, S)` from the start and from the end of the row. There the first

@@ -7,23 +7,20 @@ constants and have no gradient.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands, CaseFields
 from cases.counter_rng import draw_normal
 from cases.operand import OptionalOperand, TermRounding
 from cases.operand_validation import CallSizes, validate_per_query_head
-
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
 
 # By how much ALiBi lowers the logit of the furthest key: in head 0, and by extrapolation in head N (one past the last).
 _FALLS = (6.0, 1.5)
 
 
-def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
     """Draw slopes `[N]` that fall from head to head and leave the furthest key a visible weight.
 
     No slope is a power of two, so that its product with a distance rounds.
@@ -37,7 +34,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
     validate_per_query_head(name, value, sizes, dtypes, one="slope")
 
 
-def _compute_term(problem: Problem) -> np.ndarray:
+def _compute_term(problem: CallOperands) -> np.ndarray:
     """Compute the term `-slope_n |i + S - T - j|` that ALiBi adds to the logits, `[1, N, T, S]`."""
     assert problem.alibi_slopes is not None
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
@@ -46,7 +43,7 @@ def _compute_term(problem: Problem) -> np.ndarray:
     return term
 
 
-def _build_null(problem: Problem) -> np.ndarray:
+def _build_null(problem: CallOperands) -> np.ndarray:
     return np.zeros(problem.q.shape[2], np.float32)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands, CaseFields
 from cases.counter_rng import draw_normal
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_array, validate_dtype
-
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
 
 # For each kind of bias, the axes of `[B, N, T, S]` along which it varies. Its length along the other axes is 1.
 _AXES = {
@@ -37,7 +34,7 @@ _HIDDEN_OF_TEN = {3: -np.inf, 7: -1e9}
 _FIRST_KEYS = 128
 
 
-def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
     """Draw a bias as large as the logits' standard deviation, so that both the bias and the logits matter.
 
     A `biaskey` has the dtype of `q`. Every other kind is f32.
@@ -51,7 +48,7 @@ def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
     return values.astype(problem.q.dtype if case.bias == "biaskey" else np.float32)
 
 
-def _build_hidden(case: Case) -> np.ndarray:
+def _build_hidden(case: CaseFields) -> np.ndarray:
     """Build the entries `[S]` that a bias of `HIDING` may have; NaN at keys that it does not hide."""
     entries = np.full(case.kv_length, np.nan)
     if case.bias == "biasfirst":
@@ -62,7 +59,7 @@ def _build_hidden(case: Case) -> np.ndarray:
     return entries
 
 
-def _select_hidden(case: Case, problem: Problem) -> np.ndarray:
+def _select_hidden(case: CaseFields, problem: CallOperands) -> np.ndarray:
     """Select the pairs that a bias of `HIDING` hides, `[B, 1, T, S]`: none in rows that would have no key left."""
     hides = ~np.isnan(_build_hidden(case))
     allowed = problem.allowed
@@ -79,12 +76,12 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
     validate_dtype(name, value, dtypes)
 
 
-def _compute_term(problem: Problem) -> np.ndarray:
+def _compute_term(problem: CallOperands) -> np.ndarray:
     assert problem.bias is not None
     return problem.bias.astype(np.float64)
 
 
-def _build_null(problem: Problem) -> np.ndarray:
+def _build_null(problem: CallOperands) -> np.ndarray:
     return np.zeros((1, 1, 1, problem.k.shape[1]), np.float32)
 
 

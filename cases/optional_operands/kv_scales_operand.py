@@ -7,16 +7,14 @@ Quantising a tensor gives both its low-precision numbers and its scales. So this
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_array, validate_pair
 from cases.quantization import KV_CACHES, WHOLE_CACHES
-
-if TYPE_CHECKING:
-    from cases.operand_values import Problem
 
 
 def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
@@ -31,7 +29,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
             )
 
 
-def _build_null(problem: Problem) -> Any:
+def _build_null(problem: CallOperands) -> Any:
     """Build scales that are all 1; None if the problem has no scales."""
     return None if problem.kv_scales is None else tuple(np.ones_like(scales) for scales in problem.kv_scales)
 

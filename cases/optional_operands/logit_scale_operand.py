@@ -12,24 +12,21 @@ only factor passes `scale=1`. The gradient of the logit scale is `sum_{b,i,j} dx
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands, CaseFields
 from cases.counter_rng import draw_normal
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_per_query_head
-
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
 
 # The factors of head 0 and, by extrapolation, of head N (one past the last). Between them, heads differ visibly, and no
 # softmax is nearly uniform or nearly one-hot.
 _FIRST, _PAST_LAST = 0.6, 1.8
 
 
-def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
     """Draw factors `[N]` that grow from head to head; none is a power of two, so that each product rounds."""
     heads = np.arange(case.num_q_heads) / case.num_q_heads
     noise = 2 ** (draw_normal(case.seed, "logit_scale", heads.shape) / 8)
@@ -40,12 +37,12 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
     validate_per_query_head(name, value, sizes, dtypes, one="factor")
 
 
-def _compute_factor(problem: Problem) -> np.ndarray:
+def _compute_factor(problem: CallOperands) -> np.ndarray:
     assert problem.logit_scale is not None
     return problem.logit_scale.astype(np.float64)
 
 
-def _build_null(problem: Problem) -> np.ndarray:
+def _build_null(problem: CallOperands) -> np.ndarray:
     return np.ones(problem.q.shape[2], np.float32)
 
 

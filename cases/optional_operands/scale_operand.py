@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cases.case_fields import CallOperands
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_positive_number
-
-if TYPE_CHECKING:
-    from cases.operand_values import Problem
 
 
 def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
     validate_positive_number(name, value, none="1/sqrt(head_dim)")
 
 
-def _build_null(problem: Problem) -> float:
+def _build_null(problem: CallOperands) -> float:
     """Return `1 / sqrt(H)`, the scale that a call without the operand uses."""
     return float(problem.q.shape[-1] ** -0.5)
 

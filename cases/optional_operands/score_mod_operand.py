@@ -6,20 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cases import score_functions
+from cases.case_fields import CallOperands, CaseFields
 from cases.operand import OptionalOperand, TermRounding
 from cases.operand_validation import CallSizes
 
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
 
-
-def _draw(case: Case, problem: Problem, spread: float) -> score_functions.Score:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> score_functions.Score:
     """Build the score function of the case; the seed does not change it, so all calls under `vmap` can share it."""
     assert case.score is not None
     sizes = {"num_q_heads": case.num_q_heads, "q_length": case.q_length, "kv_length": case.kv_length}
@@ -31,7 +28,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
         raise TypeError(f"{name} must be a function (score, b, n, i, j) -> score, got {type(value).__name__}")
 
 
-def _compute(problem: Problem, *, caps: bool) -> np.ndarray | None:
+def _compute(problem: CallOperands, *, caps: bool) -> np.ndarray | None:
     score = problem.score_mod
     assert score is not None
     if score.caps != caps:

@@ -6,31 +6,21 @@ A query attends only to keys with the same label. `cases.masks.segment_labels` d
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands, CaseFields
 from cases.masks import segment_labels
 from cases.moba_mask import resolve_choices
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_array, validate_pair
 
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
-
 SEGMENTS = ("seg", "segpad", "segwild", "segmany", "segamid")
 """The kinds of segment ids that a case id can name; `cases.masks.segment_labels` describes them."""
 
 
-def find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return whether each query and key have the same segment id, booleans `[B, 1, T, S]`."""
-    q_ids, kv_ids = segment_ids
-    found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
-    return found
-
-
-def _draw(case: Case, problem: Problem, spread: float) -> Any:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> Any:
     return segment_labels.draw_segment_ids(case, resolve_choices(problem.mask, problem.q, problem.k))
 
 
@@ -45,7 +35,7 @@ def _validate(name: str, segment_ids: Any, sizes: CallSizes, dtypes: Collection[
             raise ValueError(f"{name} of {side} must be integers, of dtype int32, got {ids.dtype}")
 
 
-def _build_null(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def _build_null(problem: CallOperands) -> tuple[np.ndarray, np.ndarray]:
     """Build segment ids that are all 0, so that they hide no key."""
     return np.zeros(problem.q.shape[:2], np.int32), np.zeros(problem.k.shape[:2], np.int32)
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cases.case_fields import CallOperands, CaseFields
 from cases.counter_rng import draw_normal
 from cases.distributions import compute_huge_coordinates, compute_low_coordinates
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_per_query_head
 from cases.score_functions import CAPPING
-
-if TYPE_CHECKING:
-    from cases.case import Case
-    from cases.operand_values import Problem
-
 
 EXTREME = "sinksedge"
 """The level of cases some of whose sinks are as large or as low as f32 allows."""
@@ -31,7 +27,7 @@ EXTREME = "sinksedge"
 _EDGES = (float(np.finfo(np.float32).max), None, -np.inf, -1e30)
 
 
-def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
     """Draw sinks `[N]` near the typical logsumexp over the keys, so that a sink takes a visible part of the weight."""
     allowed = problem.allowed
     rows = max(1, int(allowed.any(axis=-1).sum()))
@@ -64,7 +60,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
     validate_per_query_head(name, value, sizes, dtypes, one="logit")
 
 
-def _build_null(problem: Problem) -> np.ndarray:
+def _build_null(problem: CallOperands) -> np.ndarray:
     """Build sinks of minus infinity, which take no weight."""
     return np.full(problem.q.shape[2], -np.inf, np.float32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.regressions.regression import Regression
 
 ROWS: tuple[Regression, ...] = (

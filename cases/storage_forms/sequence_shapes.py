@@ -19,7 +19,7 @@ SequenceLengths = tuple[tuple[int, int], ...]
 """The numbers `(queries, keys)` of each sequence of a call."""
 
 STORED_DISTRIBUTIONS = ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee", "low", "apart")
-"""The value distributions of the grids of all storage forms (`cases.case.DISTRIBUTIONS`)."""
+"""The value distributions of the grids of all storage forms (`cases.case_fields.DISTRIBUTIONS`)."""
 VALUE_AXES = (
     Axis("distribution", STORED_DISTRIBUTIONS, cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),

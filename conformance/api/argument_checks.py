@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from cases.name_suggestions import suggest_or_list
 from conformance.checks import CHECKS_BY_NAME
 from impls.contract.declarations import Declarations, declare

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from cases import size_model
-from cases.case import Case, matches_query
+from cases.case import Case
+from cases.case_id import matches_query
 from cases.grid import Grid, build_grid
 from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import REMOVABLE, RESIDUALS

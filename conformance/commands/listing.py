@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cases import size_model
-from cases.case import FEATURES, Case, matches_query
+from cases.case import FEATURES, Case
+from cases.case_id import matches_query
 from cases.grid import build_grid
 from cases.name_suggestions import suggest_query
 from cases.named_problems import PROBLEMS

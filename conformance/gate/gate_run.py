@@ -111,7 +111,8 @@ def _describe_named(count: int) -> str:
 
 def _build_job(named: NamedJob, implementations: Sequence[Implementation]) -> Job | None:
     """Build the job that an id names; None if there is no such implementation, case or check."""
-    from cases.case import CaseIdError, parse_case_id
+    from cases.case import CaseIdError
+    from cases.case_id import parse_case_id
 
     fitting = [each for each in implementations if named.implementation in ("", each.name)]
     if not fitting or not CHECKS_BY_NAME.keys() >= set(named.checks):

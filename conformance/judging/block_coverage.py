@@ -9,7 +9,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS
 from impls.contract.implementation import Implementation

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cases.case import matches_query
+from cases.case_id import matches_query
 from reports.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})

@@ -28,7 +28,8 @@ import hypothesis
 import msgspec
 from hypothesis import configuration
 
-from cases.case import Case, matches_query
+from cases.case import Case
+from cases.case_id import matches_query
 from cases.case_space.alternatives import NothingToDraw
 from cases.case_space.case_strategies import draw_cases
 from cases.case_space.clue_numbers import Clues

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.check_api.rotation import Rotation
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import source_digests

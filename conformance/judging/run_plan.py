@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cases.case import Case, matches_query
+from cases.case import Case
+from cases.case_id import matches_query
 from cases.regressions import REGRESSIONS
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import FRONT, GRID, SCOPES, ImplementationGrids

@@ -51,7 +51,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from cases.case import matches_query
+from cases.case_id import matches_query
 from cases.name_suggestions import suggest_name
 from conformance.execution import implementation_registry
 from conformance.truth import tolerances

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cases import mask_spec
-from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case, CaseIdError, matches_query, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES
+from cases.case_id import matches_query, parse_case_id
 from cases.name_suggestions import suggest_name
 from cases.named_problems import index_problems
 from cases.operand_registry import OPTIONAL

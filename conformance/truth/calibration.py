@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_registry import OBSERVABLES
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 from reports import output_files

@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance import Arithmetic
 from conformance.truth.rounding_bounds import compute_expectation

@@ -21,7 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array, Float, Int
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Mask
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from packaging.version import Version
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from cases.accelerator_cases import select_compiled_cases
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import TPU, CompileTarget, Toolchain, list_targets
 from conformance.check_api.subject import Subject

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from cases.accelerator_cases import select_compiled_cases
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Full
 from conformance.accelerators import targets
 from conformance.accelerators.compilation import CallRefused, CompileError

@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from packaging.version import Version
 
 from cases.accelerator_cases import select_interpreted_cases
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.accelerators import interpreters
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry

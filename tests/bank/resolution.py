@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cases.case import DTYPES, Case
+from cases.case import Case
+from cases.case_fields import DTYPES
 from cases.ensemble_cases import select_plain_cases
 from cases.grid import build_grid
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import DISTRIBUTIONS, DTYPES, FEATURES, PHASES, Case, CaseIdError, matches_query, parse_case_id
+from cases.case import FEATURES, Case, CaseIdError
+from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES
+from cases.case_id import matches_query, parse_case_id
 from cases.optional_operands.bias_operand import BIASES
 from cases.optional_operands.segment_ids_operand import SEGMENTS
 

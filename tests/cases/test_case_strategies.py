@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from cases import mask_spec
-from cases.case import DISTRIBUTIONS, FEATURES, PHASES, Case, matches_query, parse_case_id
+from cases.case import FEATURES, Case
+from cases.case_fields import DISTRIBUTIONS, PHASES
+from cases.case_id import matches_query, parse_case_id
 from cases.case_space.alternatives import NothingToDraw, build_space
 from cases.case_space.case_strategies import LONGEST, draw_cases
 from cases.moba_mask import depends_on_data

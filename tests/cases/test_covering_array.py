@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import covering_array
-from cases.case import OPT_IN, Case, parse_case_id
+from cases.case import OPT_IN, Case
+from cases.case_id import parse_case_id
 from cases.feature_model import AXES, NAMES, are_compatible, assemble
 from cases.grid import Grid, build_grid
 from cases.operand_registry import OPTIONAL

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.long_sequence_cases import select_long_sequence_cases
 from cases.operand_values import draw_problem
 from conformance.check_api.scopes import GRID, ImplementationGrids

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cases import feature_model, size_model
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.operand import OptionalOperand
 from cases.operand_model import build_operand_model

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import counter_rng
-from cases.case import DISTRIBUTIONS, DTYPES, Case, parse_case_id
+from cases.case import Case
+from cases.case_fields import DISTRIBUTIONS, DTYPES
+from cases.case_id import parse_case_id
 from cases.distributions import MOVED
 from cases.grid import build_grid
 from cases.mask_spec import build_mask

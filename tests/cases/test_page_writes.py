@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.operand_values import Problem
 from cases.storage_forms import server_traces

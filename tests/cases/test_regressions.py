@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from _pytest.mark import ParameterSet
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.regressions import REGRESSIONS, Regression, find_regression
 from conformance.check_api.scopes import GRID
 from conformance.check_api.subject import Subject

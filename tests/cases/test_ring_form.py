@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.operand_values import draw_problem
 from cases.storage_forms.ring_cases import CASES

@@ -15,7 +15,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from cases import mask_spec, score_functions
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from cases.mask_spec import KINDS
 from cases.masks import Causal, Dense, Lengths, MaskFunction, Window, has_formula
 from cases.operand_values import draw_problem

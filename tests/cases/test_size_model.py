@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cases import size_model
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.grid import Grid, Supports, build_grid
 from cases.operand_values import draw_problem
 from cases.optional_operands.bias_operand import HIDING

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
 from cases.storage_forms import storage_layout

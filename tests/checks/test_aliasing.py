@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.decoding_cases import select_decoding_cases
 from conformance import declare
 from conformance.check_api.rotation import Rotation

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.ensemble_cases import select_ensemble_cases, select_plain_cases
 from cases.operand_values import DTYPES, Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_registry import REMOVABLE
 from conformance.checks.few_operand_calls import CALLS, iter_variants
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.checks import CHECKS_BY_NAME, invariance
 from conformance.execution.implementation_registry import find_implementation

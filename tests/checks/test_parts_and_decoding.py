@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.decoding_cases import LENGTH, PIECES, cut_case, cut_problem, select_decoding_cases
 from cases.operand_values import Problem, draw_problem
 from conformance.checks import CHECKS_BY_NAME

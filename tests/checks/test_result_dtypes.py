@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.check_api.subject import Subject
 from conformance.checks.differentiation import check_second_derivatives

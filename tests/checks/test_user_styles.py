@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.check_api.scopes import DECODED, ENSEMBLE
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation

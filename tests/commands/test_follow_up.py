@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.accelerators import targets
 from conformance.accelerators.gpus import GPUS
 from conformance.accelerators.targets import GPU, list_targets

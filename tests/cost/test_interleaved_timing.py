@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance import cli, environment, interrupts
 from conformance.cost.timing import attention_flops, matmul_ceiling

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Full, Mask, Window
 from conformance import cli
 from conformance.accelerators import compilation

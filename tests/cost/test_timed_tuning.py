@@ -15,7 +15,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance import cli
 from conformance.cost.timing import matmul_ceiling, timed_tuning
 from conformance.cost.timing.interleaved_timing import TimingLimits

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Full
 from conformance import environment
 from conformance.accelerators import compilation

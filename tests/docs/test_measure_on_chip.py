@@ -182,7 +182,7 @@ def test_times_of_what_is_not_judged_green_are_no_results(
 
 
 def test_every_case_of_the_tuning_plan_is_one_that_its_kernel_takes(script: ModuleType) -> None:
-    from cases.case import parse_case_id
+    from cases.case_id import parse_case_id
     from conformance.execution import implementation_registry
 
     for tuning in script.PLANS["gpu-tune"]().tunings:
@@ -193,7 +193,7 @@ def test_every_case_of_the_tuning_plan_is_one_that_its_kernel_takes(script: Modu
 
 
 def test_every_case_of_the_plan_for_gpus_is_one_that_its_kernels_take(script: ModuleType) -> None:
-    from cases.case import parse_case_id
+    from cases.case_id import parse_case_id
     from conformance.execution import implementation_registry
 
     plan = script.PLANS["gpu"]()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.execution import implementation_registry
 from conformance.execution.common_subexpressions import eliminate_common_subexpressions

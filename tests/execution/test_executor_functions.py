@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Full, Lengths, MaskFunction, Window
 from cases.operand_values import draw_problem
 from cases.score_functions import Rows, ThenCapped

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.check_api.judgement import Judgement, catch_errors
 from conformance.checks import CHECKS_BY_NAME

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance import declare
 from conformance.execution import implementation_registry, stored_calls

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.storage_forms.server_traces import build_traces
 from cases.storage_forms.storage_layout import NOBODY
 from conformance.check_api.scopes import ImplementationGrids

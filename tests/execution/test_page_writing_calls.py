@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.storage_forms.page_writes import build_writing
 from cases.storage_forms.server_traces import build_traces
 from conformance.checks import CHECKS_BY_NAME, page_comparison

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Full, Mask, Window
 from cases.masks.mask_functions import MaskFunction
 from cases.score_functions import Alibi

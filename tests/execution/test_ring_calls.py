@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from cases.storage_forms.server_traces import build_traces
 from conformance import declare

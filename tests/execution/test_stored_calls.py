@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.storage_forms.server_traces import build_traces
 from conformance import declare
 from conformance.execution import stored_calls

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from impls import block_flash, dot_product

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask
 from cases.moba_mask import Moba
 from cases.operand_values import draw_problem

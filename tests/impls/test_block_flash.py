@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from cases.operand_values import draw_cotangent, draw_problem
 from impls import block_flash

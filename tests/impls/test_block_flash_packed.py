@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Dense
 from cases.operand_values import draw_cotangent, draw_problem
 from conformance.execution.executor import Executor

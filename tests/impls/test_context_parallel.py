@@ -15,7 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.checks import CHECKS_BY_NAME

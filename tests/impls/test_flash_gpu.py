@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
 from cases.operand_values import draw_cotangent, draw_problem
 from impls import flash_gpu

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from cases.accelerator_cases import select_interpreted_cases
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from conformance.accelerators import interpreters
 from conformance.checks import CHECKS_BY_NAME

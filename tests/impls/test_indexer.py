@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, relax_to_known
 from cases.operand_values import Problem, draw_cotangent, draw_problem
 from conformance.execution import mask_pytrees  # noqa: F401  registers masks with JAX

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.storage_forms.server_traces import build_traces
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry

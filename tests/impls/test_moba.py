@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import CaseIdError, parse_case_id
+from cases.case import CaseIdError
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.masks import Causal, Dense
 from cases.moba_mask import Moba, depends_on_data, list_choices, resolve_choices

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.accelerators import interpreters
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry
 from conformance.judging import run_plan

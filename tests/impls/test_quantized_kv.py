@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import quantization
-from cases.case import CaseIdError, parse_case_id
+from cases.case import CaseIdError
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from cases.quantization import KV_CACHES
 from conformance.check_api.subject import Subject

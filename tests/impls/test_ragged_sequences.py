@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Chunked, Lengths, Mask, Window
 from cases.operand_values import Problem, draw_problem
 from conformance.truth.rounding_bounds import compute_expectation

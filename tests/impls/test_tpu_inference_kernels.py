@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from cases.storage_forms.page_writes import build_writing, view_bits
 from cases.storage_forms.paged_form import TABLES

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from packaging.version import Version
 
 from cases import masks
-from cases.case import FEATURES, parse_case_id
+from cases.case import FEATURES
+from cases.case_id import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry

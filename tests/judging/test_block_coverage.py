@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan

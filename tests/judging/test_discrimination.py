@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from conformance.check_api.rotation import Rotation
 from conformance.check_api.subject import Subject

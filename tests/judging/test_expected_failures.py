@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cases.case import matches_query
+from cases.case_id import matches_query
 from conformance.judging import settings
 from conformance.judging.expected_failures import (
     find_pattern,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cases.case import Case, matches_query, parse_case_id
+from cases.case import Case
+from cases.case_id import matches_query, parse_case_id
 from cases.case_space.alternatives import NothingToDraw
 from cases.case_space.clue_numbers import NO_CLUES, Clues
 from conformance import cli, declare

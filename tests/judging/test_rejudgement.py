@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import declare, environment
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import front_ends as definitions
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from cases.front_end_cases import select_front_end_cases
 from cases.operand_values import draw_problem, draw_raw_projections
 from conformance.checks import CHECKS_BY_NAME

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import cli
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.implementation_registry import ImplementationNotFound

@@ -11,7 +11,7 @@ import functools
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance.check_api.judgement import Judgement
 from conformance.execution.plain_functions import build_implementation
 from impls.contract.implementation import Implementation, structured_mask

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging import run_plan, runner, settings
 from impls.contract.implementation import Implementation

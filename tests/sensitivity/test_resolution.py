@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.operand_values import Cotangent, draw_cotangent, draw_problem
 from conformance.truth import tolerances
 from conformance.truth.comparison import compare

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.truth import bound_sources
 from conformance.truth.rounding_bounds import Expectation, compute_expectation

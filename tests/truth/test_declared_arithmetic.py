@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.truth import disk_cache
 from impls.contract.implementation import Arithmetic

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import draw_cotangent, draw_problem
 from conformance.truth.equal_terms import compute_equal_term_excess
 from conformance.truth.rounding_bounds import Bounded, compute_expectation

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cases import front_ends
-from cases.case import CaseIdError, parse_case_id
+from cases.case import CaseIdError
+from cases.case_id import parse_case_id
 from cases.masks import Causal, Lengths
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.truth import oracle

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Dense, Full
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from cases.score_functions import Alibi, Cap, Relative, Rows, Score

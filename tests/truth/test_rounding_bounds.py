@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.masks import Dense
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.truth import oracle

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from cases.case import Case, matches_query
+from cases.case import Case
+from cases.case_id import matches_query
 from cases.operand_values import draw_problem
 from conformance import environment, interrupts
 from conformance.commands.argument_lookup import check_outputs, format_command_line

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import environment
 from conformance.accelerators.targets import TPU, CompileTarget, list_targets
 from conformance.commands.progress_display import StepProgress

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cases.case import Case, CaseIdError, parse_case_id
+from cases.case import Case, CaseIdError
+from cases.case_id import parse_case_id
 from conformance.check_api.scopes import BASE, GRID, ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.failure_probes.probe_budget import ProbeBudget

@@ -12,7 +12,8 @@ import math
 import time
 from collections.abc import Iterable
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.judging.failure_probes import deadline
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner

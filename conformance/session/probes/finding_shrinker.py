@@ -7,7 +7,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.failure_probes import shrinker

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_problem
 from conformance.check_api.judgement import Judgement, catch_errors
 from conformance.check_api.subject import Subject

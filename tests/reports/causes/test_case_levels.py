@@ -8,7 +8,8 @@ from collections.abc import Collection
 
 import pytest
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.mask_spec import KINDS
 from cases.operand_registry import OPTIONAL, WITH_OWN_CASES

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.truth.error_patterns.failure import Failure, build_failure
 from conformance.truth.error_patterns.pattern import Pattern, find_pattern

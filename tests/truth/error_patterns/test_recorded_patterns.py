@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from cases.case import parse_case_id
+from cases.case_id import parse_case_id
 from conformance import checks
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job

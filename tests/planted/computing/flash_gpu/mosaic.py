@@ -11,7 +11,8 @@ import functools
 import importlib
 from typing import Any
 
-from cases.case import Case, parse_case_id
+from cases.case import Case
+from cases.case_id import parse_case_id
 from impls.contract.implementation import Accelerator, Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug

@@ -1,0 +1,191 @@
+"""Define the plain values that operands read: the fields of a case, and the operands of its call.
+
+A new optional operand adds a field to each. `cases.case.Case` and `cases.operand_values.Problem` add what follows from
+the registries of operands, masks and storage forms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from cases import moba_mask, quantization
+from cases.masks import Mask
+from cases.score_functions import Score
+from cases.storage_forms.storage_layout import Storage
+
+PHASES = ("train", "prefill", "decode")
+DTYPES = ("f32", "bf16", "f16")
+# Those of the last line make single roundings stand out, for the check `ensemble`.
+DISTRIBUTIONS = (
+    *("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels", "low", "apart"),
+    *("aligned", "opposed", "rising"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseFields:
+    """The fields of a case. Sizes are named as in the contract; `mask` is a mask spec (`cases.mask_spec`)."""
+
+    phase: str = "train"
+    dtype: str = "f32"
+    batch: int = 1
+    q_length: int = 128
+    kv_length: int = 128
+    num_q_heads: int = 2
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    mask: str = "full"
+    segments: str | None = None
+    soft_cap: float | None = None
+    sinks: bool | str = False
+    bias: str | None = None
+    scale: float | None = None
+    kv_cache: str | None = None
+    alibi: bool = False
+    score: str | None = None
+    logit_scale: bool = False
+    storage: str | None = None
+    front_end: str | None = None
+    distribution: str = "normal"
+    seed: int = 0
+
+    @property
+    def shape(self) -> str:
+        """The shape part of the id."""
+        return (
+            f"B{self.batch}.T{self.q_length}.S{self.kv_length}.N{self.num_q_heads}.K{self.num_kv_heads}"
+            f".H{self.head_dim}.V{self.v_head_dim}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOperands:
+    """The operands of one attention call as NumPy arrays (docs/contract.md, section 1).
+
+    If `scale` is None, the scale is `1 / sqrt(H)`. With `kv_scales`, k and v hold quantised numbers, and the keys and
+    values are these numbers times the scales (`cases.quantization`). `storage` says where the operands lie in memory
+    (`cases.storage_forms.storage_layout`): keys that share a place in memory are one key, and a sequence may have fewer
+    than `T` queries. If `tied`, the values are the first `V` coordinates of k, whatever v was given, and the gradient
+    of k includes that of the values. The terms of the operands `terms_after_cap` are added after the soft cap, which
+    does not limit them; all other terms are added before it.
+    """
+
+    q: np.ndarray  # [B, T, N, H]
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray  # [B, S, K, V]
+    mask: Mask
+    segment_ids: tuple[np.ndarray, np.ndarray] | None = None  # [B, T], [B, S]
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [N]
+    bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
+    scale: float | None = None
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
+    alibi_slopes: np.ndarray | None = None  # [N]
+    score_mod: Score | None = None
+    logit_scale: np.ndarray | None = None  # [N]
+    storage: Storage | None = None
+    tied: bool = False
+    terms_after_cap: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.storage is not None and self.storage.shares:
+            for name in ("k", "v"):
+                object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
+            if self.kv_scales is not None and not self.has_whole_scales:
+                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
+        if self.score_mod is not None:  # a score depends on the position of the last query
+            moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
+            object.__setattr__(self, "score_mod", moved)
+        if self.tied:
+            object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
+
+    @property
+    def has_whole_scales(self) -> bool:
+        """Whether all keys share one scale and all values another, so that the call gets the scales as numbers."""
+        return self.kv_scales is not None and all(x.ndim == 0 for x in self.kv_scales)
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """The keys, dequantised, in float64."""
+        return _dequantize(self.k, None if self.kv_scales is None else self.kv_scales[0])
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """The values, dequantised, in float64."""
+        return _dequantize(self.v, None if self.kv_scales is None else self.kv_scales[1])
+
+    @property
+    def effective_scale(self) -> float:
+        """The fixed factor of `<q, k>`."""
+        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    @functools.cached_property
+    def resolved_mask(self) -> Mask:
+        """The mask after all choices that depend on q and k have been made (`cases.moba_mask.resolve_choices`)."""
+        return moba_mask.resolve_choices(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
+
+    @functools.cached_property
+    def allowed(self) -> np.ndarray:
+        """The pairs that may attend, by mask and segment ids together: booleans `[b, n, T, S]`.
+
+        `b` and `n` are 1 where batch rows or heads do not differ.
+        """
+        allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
+        if self.segment_ids is not None:
+            allowed = allowed & _find_equal_segments(self.segment_ids)
+        if self.storage is not None:
+            allowed = allowed & self.storage.present[:, None, :, None]
+        return allowed
+
+    @functools.cached_property
+    def empty_rows(self) -> np.ndarray:
+        """Queries that may attend to nothing, booleans `[B, N, T]`."""
+        shape = (self.q.shape[0], self.q.shape[2], self.q.shape[1])
+        return np.broadcast_to(np.logical_not(np.any(self.allowed, axis=-1)), shape)
+
+    @functools.cached_property
+    def dead_keys(self) -> np.ndarray:
+        """Keys that no query of any sequence may attend to, booleans `[B, S, K]`."""
+        seen = self._reduce_to_kv_heads(self.allowed)
+        return np.logical_not(seen if self.storage is None else self.storage.spread_over_shared(seen))
+
+    @functools.cached_property
+    def unread_keys(self) -> np.ndarray:
+        """Dead keys that do not influence which keys a MoBA mask chooses either, booleans `[B, S, K]`."""
+        return self.dead_keys & ~self._reduce_to_kv_heads(self.choosing)
+
+    @functools.cached_property
+    def choosing(self) -> np.ndarray:
+        """Whether key `j` influences which keys a MoBA mask chooses for query `i`, booleans `[1, 1, T, S]`."""
+        chosen = [choice.choosing for choice in moba_mask.list_choices(self.resolved_mask)]
+        none = np.zeros((1, 1, self.q.shape[1], self.k.shape[1]), bool)
+        return functools.reduce(np.logical_or, chosen, none)
+
+    @functools.cached_property
+    def decided(self) -> np.ndarray:
+        """Queries for which no rounding can change which keys a MoBA mask chooses, booleans `[B, N, T]`."""
+        every = np.ones((self.q.shape[0], self.q.shape[2], self.q.shape[1]), bool)
+        return functools.reduce(np.logical_and, (c.decided for c in moba_mask.list_choices(self.resolved_mask)), every)
+
+    def _reduce_to_kv_heads(self, pairs: np.ndarray) -> np.ndarray:
+        """Return which keys occur in `pairs [b, n, T, S]` for some query and head that reads them, `[B, S, K]`."""
+        batch, kv_length, num_kv_heads, _ = self.k.shape
+        seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
+        return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
+
+
+def _find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return whether each query and key have the same segment id, booleans `[B, 1, T, S]`."""
+    q_ids, kv_ids = segment_ids
+    found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
+    return found
+
+
+def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """Return stored numbers times their scales, if they have any, in float64."""
+    return stored.astype(np.float64) if scales is None else quantization.dequantize(stored, scales)
