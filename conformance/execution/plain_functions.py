@@ -68,7 +68,7 @@ _ATTRIBUTE = "__attention_conformance__"
 _CONVENTIONS = ("refuses", "open_sides", "negative_ids", "empty_sequences")
 
 
-class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
+class NotAnAttentionFunction(TypeError):
     """The object cannot be judged as an attention function; the message says why."""
 
 

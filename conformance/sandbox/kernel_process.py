@@ -94,7 +94,7 @@ class CallTimeout(ProcessLost):
     """Raised when a call takes longer than its limit."""
 
 
-class LoadFailed(Exception):  # noqa: N818 -- the name says what happened
+class LoadFailed(Exception):
     """Raised when the kernel could not be loaded; the message is one line."""
 
 

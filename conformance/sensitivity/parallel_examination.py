@@ -15,7 +15,7 @@ from conformance.sensitivity.examination import Examination, examine
 from conformance.sensitivity.failure_signatures import KnownBug, measure_known_bug
 
 
-class BugKilledProcess(Exception):  # noqa: N818 -- the name reads as a statement
+class BugKilledProcess(Exception):
     """A planted bug killed the process that examined it, twice in a row."""
 
 
