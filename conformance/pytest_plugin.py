@@ -214,7 +214,7 @@ class _Gate:
         expression = self._config.option.keyword
         if not expression or not self._planned:
             return
-        from conformance.judging.keyword_selection import find_target_platform
+        from conformance.gate.keyword_selection import find_target_platform
 
         deselected = []
         for item in items:

@@ -14,10 +14,10 @@ from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.gate.completeness import find_missing_judgements
+from conformance.gate.keyword_selection import select_checks
 from conformance.gate.node_ids import NamedJob
 from conformance.judging import flag_share, provenance
 from conformance.judging.job import Job
-from conformance.judging.keyword_selection import select_checks
 from conformance.judging.runner import build_changed_file_records
 from conformance.records import Record
 from conformance.runs import End, RecordedRun, Run

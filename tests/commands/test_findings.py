@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
-from conformance.judging.failure_probes.confirmation import Prober
+from conformance.follow_up.confirmation import Prober
 from conformance.record_schema import PROBE_SCHEMA
-from conformance.session.probes import finding_confirmation, finding_shrinker
 from tests.process_helpers import restore_signal_handlers
 
 KERNEL = """
@@ -88,8 +87,8 @@ def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPat
     def never(*arguments: Any) -> None:
         raise AssertionError("nothing is red")
 
-    monkeypatch.setattr(finding_confirmation, "confirm_findings", never)
-    monkeypatch.setattr(finding_shrinker, "shrink_findings", never)
+    monkeypatch.setattr(confirmation, "confirm_findings", never)
+    monkeypatch.setattr(shrinker, "shrink_findings", never)
     assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from conformance import interrupts
 from conformance.contract import Implementation
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up import bug_diagnosis, confirmation
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
 from conformance.records import RED
-from conformance.session.probes import bug_diagnosis, finding_confirmation
 
 _SHARE, _LEAST_SECONDS = 0.1, 15.0
 """By default, confirmation and diagnosis together may take this share of the run's time, at least so many seconds."""
@@ -66,7 +66,7 @@ def follow_up(
     with interrupts.end_on_signal():
         seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
-        finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
+        confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
             option = budget.option.replace("diagnose", "confirm")
             line = f"{allowance.seconds:.1f} s are too few to confirm findings ({option}=10 gives more)"

@@ -10,7 +10,8 @@ import pytest
 from cases.case import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up import follow_up
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
@@ -18,7 +19,6 @@ from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.session.probes import follow_up
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.

@@ -11,10 +11,10 @@ import pytest
 from conformance import runs
 from conformance.contract import Accelerator
 from conformance.execution import implementation_registry
-from conformance.judging import keyword_selection
+from conformance.gate import keyword_selection
 from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
-from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture

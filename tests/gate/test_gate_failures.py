@@ -10,7 +10,7 @@ import pytest
 
 from conformance import cli, records, runs
 from conformance.records import FAIL
-from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture
