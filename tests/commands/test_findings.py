@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
+from conformance.follow_up import confirmation, shrinker
 from conformance.follow_up.confirmation import Prober
 from conformance.record_schema import PROBE_SCHEMA
 from tests.process_helpers import restore_signal_handlers
