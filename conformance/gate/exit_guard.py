@@ -80,7 +80,7 @@ class ExitGuard:
         if code or not (self._is_guarding or self.records):
             return code
         from conformance.records import RED
-        from conformance.sandbox import repository_overrides
+        from conformance.gate import repository_overrides
 
         names = repository_overrides.find_overrides(config.rootpath) if self._is_guarding else []
         if self._is_guarding and self.stopped:
