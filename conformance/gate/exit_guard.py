@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from conformance import interrupts, packages
-from conformance.gate import node_ids
+from conformance.gate import node_ids, repository_overrides
 
 if TYPE_CHECKING:
     from conformance.records import Record
@@ -80,7 +80,6 @@ class ExitGuard:
         if code or not (self._is_guarding or self.records):
             return code
         from conformance.records import RED
-        from conformance.gate import repository_overrides
 
         names = repository_overrides.find_overrides(config.rootpath) if self._is_guarding else []
         if self._is_guarding and self.stopped:
