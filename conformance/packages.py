@@ -30,7 +30,7 @@ NAMES = (*_EVERYDAY_NAMES, "conformance")
 _LOADED_BY_PYTHON = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
-class NameTaken(ImportError):  # noqa: N818 -- the name says what happened
+class NameTaken(ImportError):
     """A user's module has the name of one of our packages, and was loaded first."""
 
 

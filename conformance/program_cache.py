@@ -16,12 +16,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 def use_cache_folder(folder: Path) -> None:
     """Make JAX cache all compiled programs in a folder, also small ones and those that compile quickly."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))  # type: ignore[no-untyped-call] # untyped upstream
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call] # untyped upstream
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call] # untyped upstream
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # XLA's own caches would use a path below this folder. The path would be a compiler option of every program, and the
     # names of cached programs would depend on the folder.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # type: ignore[no-untyped-call] # untyped upstream
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     compilation_cache.reset_cache()  # JAX may have compiled before, with other settings
 
 
@@ -29,10 +29,10 @@ def use_cache_folder(folder: Path) -> None:
 def bypass_cache() -> Iterator[None]:
     """Compile every program in the block anew, for example to measure the time of compiling."""
     before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call] # untyped upstream
+    jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)  # type: ignore[no-untyped-call] # untyped upstream
+        jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()

@@ -214,7 +214,7 @@ class _Gate:
         expression = self._config.option.keyword
         if not expression or not self._planned:
             return
-        from conformance.judging.keyword_selection import find_target_platform
+        from conformance.gate.keyword_selection import find_target_platform
 
         deselected = []
         for item in items:
@@ -432,7 +432,7 @@ class _Gate:
         """Follow up on findings of the kernels of test files, and write the files of the whole run."""
         if not self._suites:
             return
-        from conformance.gate import gate_outputs
+        from conformance.gate.gate_run import write_outputs
         from conformance.judging.journal import JournalWriteError
 
         options = self._options
@@ -448,7 +448,7 @@ class _Gate:
         runs_before = [self._result.recorded] if self._result is not None else []
         runs_here = [result.recorded for result in self._suite_results.values()]
         try:
-            gate_outputs.write_outputs(runs_before, runs_here, options)
+            write_outputs(runs_before, runs_here, options)
         except (JournalWriteError, CannotJudge) as error:
             self._add_failure("outputs", str(error))
             session.exitstatus = pytest.ExitCode.INTERRUPTED

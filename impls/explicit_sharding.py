@@ -63,8 +63,8 @@ def find_explicit_mesh(arrays: Any) -> Any:
 
 
 def _drop_sharding(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _build_spec(*axes: Any) -> Any:
-    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return PartitionSpec(*axes)

@@ -166,7 +166,7 @@ def widen_int4(stored: jax.Array) -> jax.Array:
     """
     if stored.dtype != jnp.int4 or not runs_on("gpu"):
         return stored
-    widened: jax.Array = jax.lax.optimization_barrier(stored.astype(jnp.float32))  # type: ignore[no-untyped-call] # untyped upstream
+    widened: jax.Array = jax.lax.optimization_barrier(stored.astype(jnp.float32))
     return widened
 
 

@@ -31,6 +31,6 @@ def mark_shapes_varying(shapes: Any, like: Any) -> Any:
     varying = jax.typeof(like).manual_axis_type
 
     def mark(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
 
     return jax.tree.map(mark, shapes)

@@ -137,10 +137,6 @@ class Comparison:
         counted = Counter(change.kind for change in self.changes)
         return {kind: counted[kind] for kind in KINDS if counted[kind]}
 
-    def list_changes(self, kind: str) -> list[Change]:
-        """Return the changes of one kind."""
-        return [change for change in self.changes if change.kind == kind]
-
 
 def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[str, str]] | None) -> Comparison:
     """Compare the records of two runs.

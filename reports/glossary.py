@@ -6,6 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
+from markupsafe import Markup, escape
+
 from reports.site_links import build_check_link, build_term_link
 
 TERMS: Mapping[str, str] = {
@@ -40,6 +42,9 @@ OTHER_ROWS: Mapping[str, str] = {
     "support": "Not a check: the implementation does not support the case.",
 }
 """What records name in place of a check."""
+_LINKED = ("max ratio", "rms ratio", "bound")
+"""Terms that lines of evidence have, as `text_format` writes them."""
+_TERM = re.compile(rf"\b({'|'.join(_LINKED)})\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +105,21 @@ def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossa
 
 def _slugify(word: str) -> str:
     return re.sub(r"\W+", "-", word)
+
+
+def mark_terms(text: str, glossary: Glossary) -> Markup:
+    """Link each of the known terms at its first place in a text, and escape all the rest.
+
+    The tab key passes over these links, since the same terms are linked above the findings.
+    """
+    seen: set[str] = set()
+    parts = []
+    for part in _TERM.split(text):
+        if part in _LINKED and part not in seen:
+            seen.add(part)
+            entry = glossary.terms[part]
+            link = f'href="#{escape(entry.anchor)}" aria-describedby="{escape(entry.meaning_id)}"'
+            parts.append(f'<a class="term" {link} tabindex="-1">{part}</a>')
+        else:
+            parts.append(str(escape(part)))
+    return Markup("".join(parts))

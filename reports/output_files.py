@@ -22,7 +22,7 @@ _HEAD_LENGTH = 4096  # characters of a file that are read to recognise a page or
 _MAX_COMMAND_LENGTH = 200
 
 
-class OutputRefused(Exception):  # noqa: N818 -- the name says what happened
+class OutputRefused(Exception):
     """An output file cannot be written, or must not be overwritten; the message is one line with the remedy."""
 
 

@@ -347,11 +347,11 @@ def build_failure_groups(
     )
 
 
-def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) -> FreeTable:
+def build_free_table(rows: Sequence[Mapping[str, Any]]) -> FreeTable:
     """Build a table from dictionaries, columns in the order of first appearance."""
     columns = tuple(dict.fromkeys(str(column) for row in rows for column in row))
     numeric = frozenset(c for c in columns if all(isinstance(row.get(c, 0), int | float | None) for row in rows))
-    return FreeTable(columns, tuple(rows[:cap]), numeric, max(0, len(rows) - cap))
+    return FreeTable(columns, tuple(rows[:MAX_ROWS]), numeric, max(0, len(rows) - MAX_ROWS))
 
 
 def _build_panel(text: FindingText) -> FindingPanel:

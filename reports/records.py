@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from reports import output_files
 from reports.error_maps import ErrorMap
 from reports.printable_text import make_printable
 from reports.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
@@ -349,13 +348,6 @@ def _reject_contradictions(record: Record) -> None:
         for name, lines in (("cells", drawn.cells), ("mask", drawn.mask)):
             if len(set(map(len, lines))) > 1:
                 raise ValueError(f"the lines of {name} in error_map must have one length")
-
-
-def write_jsonl(path: Path, records: Iterable[Record]) -> None:
-    """Write records to a file, one line each, in the order of their keys."""
-    output_files.write_text(
-        path, "".join(serialize_record(record) + "\n" for record in sorted(records, key=lambda r: r.key))
-    )
 
 
 def read_jsonl(path: Path) -> list[Record]:

@@ -8,8 +8,8 @@ from reports import text_format
 from reports.call_figure import render_call_chart
 from reports.distance_figure import render_distances
 from reports.error_map_figure import render_error_map
+from reports.glossary import mark_terms
 from reports.metrics import list_metrics
-from reports.term_links import mark_terms
 
 _FILTERS = {
     "call_chart": render_call_chart,

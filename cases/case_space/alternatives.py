@@ -32,7 +32,7 @@ _LENGTH_STEPS = {1: 77, 8: 72, 128: 128}
 _DEPTH_STEPS = {1: 37, 8: 40, 64: 64, 128: 128}
 
 
-class NothingToDraw(ValueError):  # noqa: N818 -- the name says what happened, without the suffix Error
+class NothingToDraw(ValueError):
     """Raised if not even one of the plainest cases is supported."""
 
 

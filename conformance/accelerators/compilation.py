@@ -41,11 +41,11 @@ _compilation_counter = itertools.count()
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
 
 
-class NoCompiler(Exception):  # noqa: N818 -- the name reads as a statement
+class NoCompiler(Exception):
     """This machine cannot compile for the target; the message says why."""
 
 
-class CallRefused(Exception):  # noqa: N818 -- the name reads as a statement
+class CallRefused(Exception):
     """The implementation refuses the call for this target; the message is the reason that it gives."""
 
 
@@ -210,7 +210,7 @@ def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 def _place_operand(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and placement of an operand on the chip, in place of the array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # untyped upstream
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _measure_memory(compiled: Any) -> dict[str, float]:
@@ -263,4 +263,4 @@ def _build_sharding(target: CompileTarget) -> NamedSharding:
                 f"{toolchain.modules[0]} does not know the chip {target.name}: {format_first_line(error)}"
             ) from error
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
-    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream
+    return NamedSharding(mesh, PartitionSpec())

@@ -145,7 +145,7 @@ def _reset_interpreters() -> None:
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()
     with contextlib.suppress(Exception):  # the barrier repeats a failed kernel's error, which the caller already has
-        jax.effects_barrier()  # type: ignore[no-untyped-call] # untyped upstream
+        jax.effects_barrier()
     importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # a failed barrier leaves the tokens
 
 

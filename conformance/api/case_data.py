@@ -376,7 +376,7 @@ def cases(
     return tuple(one for one in found if query is None or matches_query(query, one))
 
 
-class _Recorded(Exception):  # noqa: N818 -- ends a call whose arguments are recorded
+class _Recorded(Exception):
     """The function was called; its arguments are recorded."""
 
 

@@ -50,7 +50,7 @@ class _NotebookProgress:
     def __enter__(self) -> Self:
         from IPython.display import display  # there, since a notebook runs this
 
-        self._handle = display({"text/plain": self._format()}, raw=True, display_id=True)  # type: ignore[no-untyped-call] # untyped upstream
+        self._handle = display({"text/plain": self._format()}, raw=True, display_id=True)
         return self
 
     def advance(self, judged: Sequence[Record]) -> None:

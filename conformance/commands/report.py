@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from conformance.commands.argument_lookup import format_command_line
+from conformance.follow_up import bug_diagnosis
 from conformance.judging.run_aggregation import aggregate_runs, find_missing_shards
 from conformance.sensitivity import detection_table
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge, choose_exit_code
-from conformance.session.probes import bug_diagnosis
 from conformance.session.run_outputs import check_writable, write_summary
 from reports import findings_document, html_page, markdown_summary, measurements, output_files, speed_page, terminal
 from reports.conformity import DOES_NOT_CONFORM

@@ -40,7 +40,7 @@ _HARMLESS_SETTING = re.compile("cache|log|dump|traceback|debug_info|pprint|expla
 _settings_before = dict(jax.config.values)
 
 
-class ImplementationNotFound(Exception):  # noqa: N818 -- named as a statement, without "Error"
+class ImplementationNotFound(Exception):
     """No implementation of the requested name can be loaded; the message says why, and what name would work."""
 
 

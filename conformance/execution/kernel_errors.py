@@ -57,7 +57,7 @@ _REMOTE_MESSAGE = "_told_elsewhere"
 _NO_MESSAGE = "its message cannot be had"
 
 
-class WrongReturn(TypeError):  # noqa: N818 -- named as a statement, without "Error"
+class WrongReturn(TypeError):
     """The call returned a wrong value; the message says what it must return, and what it returned."""
 
 

@@ -53,7 +53,7 @@ _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that
 _OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 
 
-class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
+class NotAnAttentionFunction(TypeError):
     """The object cannot be judged as an attention function; the message says why."""
 
 

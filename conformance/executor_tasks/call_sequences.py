@@ -73,7 +73,7 @@ def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Prob
     plain, arrays = executor.bind(problem)
     copies = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
     try:
-        first = jax.block_until_ready(plain(copies))  # type: ignore[no-untyped-call] # untyped upstream
+        first = jax.block_until_ready(plain(copies))
     except Exception as error:  # a kernel may refuse NumPy arrays, but must not misread them
         return f"NumPy operands outside jit: {type(error).__name__}: {error}".split("\n")[0], []
     jax.tree.map(np.copyto, copies, executor.bind(other)[1])

@@ -137,7 +137,7 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
 
 
 def _build_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # untyped upstream
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _get_depths(problem: Problem) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, .
     def run(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
         of_tokens = {name: x for name, x in given.items() if name in tokens}
         of_pages = {name: x for name, x in given.items() if name not in tokens}
-        jax.block_until_ready(call(arrays, of_tokens, of_pages))  # type: ignore[no-untyped-call] # untyped upstream
+        jax.block_until_ready(call(arrays, of_tokens, of_pages))
         return given
 
     try:

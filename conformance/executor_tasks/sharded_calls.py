@@ -88,7 +88,7 @@ def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | 
 
 
 def _build_spec(*axes: str | None) -> Any:
-    return PartitionSpec(*axes)  # type: ignore[no-untyped-call] # untyped upstream
+    return PartitionSpec(*axes)
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:

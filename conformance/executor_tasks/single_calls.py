@@ -158,13 +158,13 @@ def find_written_operands(executor: Executor, problem: Problem, *, compiled: boo
     given, reason = [jax.tree.map(np.copy, arrays) for _ in range(count)], ""
     try:
         for operands in given:
-            jax.block_until_ready(call(operands))  # type: ignore[no-untyped-call] # untyped upstream
+            jax.block_until_ready(call(operands))
     except Exception as refusal:  # libraries that check types raise errors of their own types
         given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
     if reason or not compiled:
         for _ in range(count):
             given.append(jax.tree.map(jnp.array, arrays))
-            jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
+            jax.block_until_ready(call(given[-1]))
     _join_threads_since(threads)
     pairs = [pair for after in given for pair in zip(_list_leaves(arrays), _list_leaves(after), strict=True)]
     changed = [name for (name, before), (_, after) in pairs if _is_changed(before, after)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from conformance import interrupts, packages
-from conformance.gate import node_ids
+from conformance.gate import node_ids, repository_overrides
 
 if TYPE_CHECKING:
     from reports.records import Record
@@ -79,7 +79,6 @@ class ExitGuard:
         """Return the exit code to use in place of pytest's `code`, and say on standard error why it is another one."""
         if code or not (self._is_guarding or self.records):
             return code
-        from conformance.sandbox import repository_overrides
         from reports.records import RED
 
         names = repository_overrides.find_overrides(config.rootpath) if self._is_guarding else []

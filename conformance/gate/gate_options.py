@@ -165,7 +165,7 @@ def describe_keyword(expression: str) -> str:
     """
     if not expression:
         return ""
-    from conformance.judging.keyword_selection import mentions_checks  # imported late: it loads JAX
+    from conformance.gate.keyword_selection import mentions_checks  # imported late: it loads JAX
 
     return f"-k {shlex.quote(expression)}" if mentions_checks(expression) else ""
 

@@ -1,4 +1,4 @@
-"""Follow one session through a run of pytest: its tests, their records, and what comes of them.
+"""Follow one session through a run of pytest: its tests, their records, what comes of them, and the files of the run.
 
 A run of pytest may have several sessions: that of `pytest --pyargs conformance`, and one for each `conformance_tests`.
 """
@@ -13,15 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
 from conformance.gate.completeness import find_missing_judgements
+from conformance.gate.keyword_selection import select_checks
 from conformance.gate.node_ids import NamedJob
 from conformance.judging import flag_share, provenance
 from conformance.judging.job import Job
-from conformance.judging.keyword_selection import select_checks
 from conformance.judging.runner import build_changed_file_records
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
+from conformance.session.run_options import RunOptions
+from conformance.session.run_outputs import check_outputs, find_step_summary
 from conformance.session.session import Session, merge_runs
 from impls.contract.implementation import Implementation
+from reports import runs
 from reports.page_model import Summary, build_summary
 from reports.records import Record
 from reports.runs import End, RecordedRun, Run
@@ -242,3 +245,28 @@ class SuiteRun:
 
 def _describe_failures(found: Sequence[Record]) -> dict[str, str]:
     return {f"{record.check}[{record.implementation}]": record.reason for record in found}
+
+
+def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunOptions) -> None:
+    """Write the outputs that the command line names, for all sessions of the run.
+
+    Args:
+      before: the gate's own run, whose records are in the files already; empty without one.
+      here: the runs of test files.
+      options: those of the command line.
+
+    Raises:
+      CannotJudge: if a file cannot be written.
+    """
+    outputs = check_outputs(report=options.report, json=options.json, prefix=options.option_prefix)
+    outputs = dataclasses.replace(outputs, step=None if before else find_step_summary())
+    lines = "".join(map(runs.serialize_recorded_run, here))
+    for path in outputs.journals:
+        try:
+            with path.open("a" if before else "w", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
+    if outputs.report is not None or outputs.step is not None:
+        records, info = merge_runs([*before, *here], command=options.command)
+        outputs.write(build_summary(records, info))

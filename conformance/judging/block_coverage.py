@@ -24,21 +24,11 @@ _NUMBER_WORDS = {1: "one", 2: "two"}
 _GRID_CHECKS = frozenset(check.name for check in CHECKS if check.scope is GRID)
 
 
-def describe_few_blocks(implementation: Implementation, records: Iterable[Record]) -> str:
+def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record]) -> str:
     """Name the too few blocks that a kernel was judged on, as in `"one block of 128 queries"`; empty if enough.
 
     The kernel's real block length is unknown. It is taken to be the largest number that divides all judged lengths of
-    the grid. If the implementation rejects some usual block lengths as sequence lengths, the number must divide those
-    that it supports, too. Lengths of one query or one key are ignored.
-    """
-    its_records = [record for record in records if record.implementation == implementation.name]
-    return describe_block_counts(find_block_lengths(implementation, _list_judged_cases(its_records)), its_records)
-
-
-def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record]) -> str:
-    """Name the too few blocks of an implementation, from the block lengths that it accepts and its records.
-
-    The result is as in `describe_few_blocks`.
+    the grid, and `block_lengths`, which the kernel accepts. Lengths of one query or one key are ignored.
     """
     cases = _list_judged_cases(records)
     axes = {

@@ -100,7 +100,7 @@ def _open_client(address: str) -> Any:
         raise ClusterError(f"--cluster={address}: there is no such scheduler file (`dask scheduler --scheduler-file`)")
     place = {"address": address} if is_address else {"scheduler_file": address}
     try:
-        client = distributed.Client(**place, timeout=_CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call] # untyped upstream
+        client = distributed.Client(**place, timeout=_CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:  # a timeout is an OSError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ClusterError(

@@ -147,7 +147,7 @@ def build_budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
-class InvalidClues(Exception):  # noqa: N818 -- the name says what happened
+class InvalidClues(Exception):
     """The kernel's process sent no valid list of clues; the message is one line."""
 
 
@@ -188,11 +188,11 @@ class OutOfTime(BaseException):
     """
 
 
-class _BatchDecided(Exception):  # noqa: N818 -- the name says what happened
+class _BatchDecided(Exception):
     """Raised to end a batch: a case is wrong and all before it are right, or the time is up."""
 
 
-class WrongCase(Exception):  # noqa: N818 -- the name says what happened
+class WrongCase(Exception):
     """Raised in a test for a wrong case, so that Hypothesis shrinks the case."""
 
 

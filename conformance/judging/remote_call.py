@@ -32,7 +32,7 @@ _XLA_FLAGS = "XLA_FLAGS"
 _NOT_COMPARED = frozenset({"commit"})
 
 
-class WorkerMismatch(Exception):  # noqa: N818 -- named as a statement, without "Error"
+class WorkerMismatch(Exception):
     """A process is not as the one that sends it work; the message is one line that names it and the difference."""
 
 

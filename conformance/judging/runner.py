@@ -105,7 +105,7 @@ class Runner:
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
-            jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
+            jax.clear_caches()
         if (absent := job.implementation.accelerator.absent) is not None:
             stream = _judge_without_accelerator(subject, job.checks, absent, rejudge)
         elif isinstance(reason := _find_unsupported_reason(job), Judgement):

@@ -25,7 +25,7 @@ _WAKE_SECONDS = 1.0  # how often lost workers and stop signals are looked for wh
 _NO_WORKER_SECONDS = 120.0  # a cluster without any worker for this long is given up: a restart takes some seconds
 
 
-class ExecutorFailed(Exception):  # noqa: N818 -- named as a statement, without "Error"
+class ExecutorFailed(Exception):
     """An executor cannot run tasks any more; the message is one line."""
 
 

@@ -7,6 +7,7 @@ starts another one.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import dataclasses
@@ -31,7 +32,6 @@ from conformance.sandbox import (
     kernel_server,
     loaded_files,
     protocol,
-    remote_exceptions,
     supervisor,
 )
 from conformance.sandbox.handshake import MAX_TEXT, Handshake, parse_first_files, parse_handshake
@@ -94,7 +94,7 @@ class CallTimeout(ProcessLost):
     """Raised when a call takes longer than its limit."""
 
 
-class LoadFailed(Exception):  # noqa: N818 -- the name says what happened
+class LoadFailed(Exception):
     """Raised when the kernel could not be loaded; the message is one line."""
 
 
@@ -524,9 +524,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
         raise ProcessLost("the kernel's process answered with what is no answer")
-    error = remote_exceptions.rebuild_exception(
-        str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MAX_TEXT]
-    )
+    error = rebuild_exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MAX_TEXT])
     running.denial = denials.explain_denial(
         str(raised.get("missing", ""))[:MAX_TEXT], is_permission_error="PermissionError" in raised.get("causes", ())
     )
@@ -534,3 +532,20 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
         error, f"{str(raised.get('told'))[:MAX_TEXT]}{running.denial}{running.format_output()}"
     )
     raise error
+
+
+def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
+    """Return an exception with the same name and built-in base type as the kernel's, without code of the kernel.
+
+    Args:
+      name: the name of the exception's type.
+      kinds: the names of the type's built-in base types, most specific first.
+      message: the exception's message.
+    """
+    known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
+    bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
+    for base in (*bases, RuntimeError):
+        kind = base if base.__name__ == name else type(name[:80] if name.isidentifier() else "KernelError", (base,), {})
+        with contextlib.suppress(TypeError):  # some exception types need more arguments than a message
+            return kind(message)
+    raise AssertionError("RuntimeError takes a message")

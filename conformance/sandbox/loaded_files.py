@@ -26,7 +26,7 @@ _PACKAGE_PREFIX = "package "
 _SETTLE_SECONDS = 1.0  # a file that changed more recently may change again without a new timestamp
 
 
-class FileChanged(Exception):  # noqa: N818 -- the name says what happened
+class FileChanged(Exception):
     """Raised when a file has changed since the kernel first read it; the message names the file."""
 
 

@@ -50,11 +50,11 @@ _DTYPES = {
 }
 
 
-class UnreadableAnswer(Exception):  # noqa: N818 -- the name says what happened
+class UnreadableAnswer(Exception):
     """Raised for an answer that cannot be read, or that is larger than its request allows; the message says why."""
 
 
-class UnsupportedResult(TypeError):  # noqa: N818 -- the name says what happened
+class UnsupportedResult(TypeError):
     """Raised when a kernel returned something that is neither an array nor a number; the message names its type."""
 
 

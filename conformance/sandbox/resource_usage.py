@@ -29,7 +29,7 @@ _SHARED_MAPPING = re.compile(
 )
 
 
-class OverLimit(Exception):  # noqa: N818 -- the name says what happened
+class OverLimit(Exception):
     """Raised when a kernel's processes hold more memory, files or processes than they may. The message says which."""
 
 

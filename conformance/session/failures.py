@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 
-class CannotJudge(Exception):  # noqa: N818 -- the name says what happened
+class CannotJudge(Exception):
     """Raised if a session or command cannot do its work, for example because of its options.
 
     The message is the one line that the user sees. The exit code is 2.
     """
 
 
-class RunStopped(Exception):  # noqa: N818 -- the name says what happened
+class RunStopped(Exception):
     """Raised to stop a run in an orderly way: the records so far are kept and reported. The message says why.
 
     The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from conformance.follow_up import bug_diagnosis
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
-from conformance.session.probes import bug_diagnosis
 from reports import changes
 from reports.changes import Comparison
 from reports.page_model import build_summary

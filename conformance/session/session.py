@@ -33,6 +33,7 @@ from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.execution import implementation_registry
+from conformance.follow_up import bug_diagnosis, follow_up
 from conformance.judging import flag_share, provenance, run_plan
 from conformance.judging.job import Job
 from conformance.judging.journal import (
@@ -55,7 +56,6 @@ from conformance.sandbox.sandboxed_executor import collect_handshakes
 from conformance.sensitivity import detection_table
 from conformance.session.failures import CannotJudge, RunStopped, choose_exit_code
 from conformance.session.input_files import parse_input_path
-from conformance.session.probes import bug_diagnosis, follow_up
 from conformance.session.process_setup import prepare_process
 from conformance.session.project_lookup import (
     build_kernel_options,
@@ -574,11 +574,11 @@ class Session:
             follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
             self._is_followed_up = options.diagnose_seconds != 0
         if options.shrink and interrupts.get_received_signal() is None:
-            from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
+            from conformance.follow_up import shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
                 runner = self._create_runner()
-                for line in finding_shrinker.shrink_findings(self._journal, implementations, runner, say):
+                for line in shrinker.shrink_findings(self._journal, implementations, runner, say):
                     self._shrunk.append(line)  # one by one, so that a signal loses no finished line
 
     def _list_implementations_here(self) -> list[Implementation]:

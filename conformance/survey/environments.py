@@ -25,7 +25,7 @@ _MAX_REASON = 300  # characters of a message of uv
 _MINUTES = 30  # time limit of one installation
 
 
-class CannotCreateEnvironment(Exception):  # noqa: N818 -- named as a statement, without "Error"
+class CannotCreateEnvironment(Exception):
     """An environment cannot be created; the message is the reason in one line."""
 
 

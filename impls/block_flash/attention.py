@@ -29,7 +29,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -115,8 +115,8 @@ def _flash(plan: BlockFlashPlan, operands: Operands) -> Outputs:
 
 def _flash_forward(plan: BlockFlashPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = forward(plan, operands)
-    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
+    out = checkpoint_name(outputs.out, "out")
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
 
 

@@ -107,8 +107,8 @@ _Saved = tuple[PackedOperands, SequenceTables, jax.Array, jax.Array]
 
 def _flash_forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> tuple[Outputs, _Saved]:
     outputs = refuse_reverse_mode(_KERNEL_NAME, functools.partial(forward, plan), operands, tables)
-    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
+    out = checkpoint_name(outputs.out, "out")
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")
     return Outputs(out, logsumexp, outputs.max_logits), (operands, tables, out, logsumexp)
 
 

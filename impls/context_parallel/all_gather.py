@@ -104,9 +104,7 @@ class _GatherPlan:
         """Sum gradients `x [B, S, K, depth]` of all keys over devices, and return the part of this device's keys."""
         padding = self.keys.local * self.keys.devices - self.keys.length
         padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        added: jax.Array = lax.psum_scatter(  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-            padded, self.axis_name, scatter_dimension=1, tiled=True
-        )
+        added: jax.Array = lax.psum_scatter(padded, self.axis_name, scatter_dimension=1, tiled=True)
         return added
 
 

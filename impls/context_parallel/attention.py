@@ -45,7 +45,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -174,4 +174,4 @@ def _build_mesh(devices: int) -> Mesh:
 
 
 def _build_spec(*axes: str | None) -> Any:
-    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return PartitionSpec(*axes)

@@ -42,7 +42,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: SegmentIds | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -227,7 +227,7 @@ def _apply_soft_cap(
 
 def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     # XLA may drop a pair of converts (xla_allow_excess_precision), but it must keep reduce_precision.
-    info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 

@@ -39,7 +39,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -136,8 +136,8 @@ def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = refuse_derivatives(plan.name, functools.partial(run_forward, plan), operands)
-    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    out = checkpoint_name(outputs.out, "out")
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
 
 

@@ -35,7 +35,7 @@ def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpr
     if interpret:
         return jnp.exp2(x * jnp.float32(factor) - shift)
     constant = f"0f{np.float32(factor).view(np.uint32):08X}"  # PTX syntax for the bits of an f32
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call] # untyped upstream
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     (found,) = plt.elementwise_inline_asm(
         f"{{ .reg .f32 y; fma.rn.ftz.f32 y, $1, {constant}, $2; ex2.approx.ftz.f32 $0, y; }}",
         args=[x, jnp.broadcast_to(-shift, x.shape)],

@@ -40,4 +40,4 @@ class QueryRows(NamedTuple):
 
 def make_shape(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:
     """Make the shape and dtype of an output, with the mesh axes over which it varies."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

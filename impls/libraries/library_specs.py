@@ -38,7 +38,7 @@ _OPTIONAL = ("requirements", "without_dependencies", "stubs", "implementations",
 _PER_VERSION = ("python", "requirements", "without_dependencies")
 
 
-class InvalidLibrary(ValueError):  # noqa: N818 -- named as a statement, without "Error"
+class InvalidLibrary(ValueError):
     """A description of a library has a wrong key or value; the message names the file and the key."""
 
 

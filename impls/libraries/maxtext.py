@@ -74,7 +74,7 @@ def flash(
         _find_block(kv_length),
         _find_block(q_length),
         pairs,
-        -0.7 * float(jnp.finfo(q.dtype).max),  # type: ignore[no-untyped-call] # untyped upstream
+        -0.7 * float(jnp.finfo(q.dtype).max),
         soft_cap,
         save_residuals,
         **({"logits_dtype": q.dtype, "loop_unroll": False, "fuse_logits": False} if _HAS_LOGITS_DTYPE else {}),

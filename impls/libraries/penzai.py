@@ -38,7 +38,7 @@ def llamalike(
     """Attention layers of `penzai.pz.nn`, composed as in models like Llama."""
     batch, length, num_heads, depth = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
-    lowest = ml_dtypes.finfo(q.dtype).min  # type: ignore[no-untyped-call] # untyped upstream
+    lowest = ml_dtypes.finfo(q.dtype).min
     masked = {"masked_out_value": jnp.array(lowest, q.dtype)}
     inputs = {"query_positions": pz.nx.arange("seq", length), "kv_positions": pz.nx.arange("seq", kv_length)}
     layers: list[Any] = [pz.nn.NamedEinsum((_QUERIES, _KEYS), _LOGITS)]

@@ -158,8 +158,8 @@ def _get_derivative_refusal(plan: MobaPlan) -> Callable[..., Any]:
 
 def _flash_forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> tuple[Outputs, _Residuals]:
     outputs = _get_derivative_refusal(plan)("moba", functools.partial(forward, plan), operands, work)
-    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
+    out = checkpoint_name(outputs.out, "out")
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
 
 

@@ -352,4 +352,4 @@ def _multiply(plan: MobaPlan, a: Array, b: Array, a_axis: int, b_axis: int) -> A
 
 
 def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

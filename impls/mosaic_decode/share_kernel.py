@@ -208,7 +208,7 @@ def _run_program(shape: DecodeShape, inputs: dict[str, Any], outputs: Any, scrat
         tiles = [scratch[f"{name}_tile"] for name in ShareParts._fields]
         for tile, values in zip(tiles, (softmax.out, softmax.maximum * jnp.float32(LN_2), softmax.total), strict=True):
             tile[...] = values
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.commit_smem()
         for tile, output in zip(tiles, outputs, strict=True):
             plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, shape.rows)], output.at[program])
         plgpu.wait_smem_to_gmem(0)
@@ -344,7 +344,7 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
             v = _store(scratch["v_converted"] if shape.is_quantized else v, values)
         out = accumulate(shape, softmax.out, weights.astype(shape.dtype), v)  # sum of values, equation (6)
         following = visit.look_up_pages(step + (shape.slots + 1))  # read one step early: its latency is that of memory
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.commit_smem()
         visit.copy(step + shape.slots, next_pages)
         return softmax._replace(out=out), following
 
@@ -372,7 +372,7 @@ def _convert(shape: DecodeShape, tile: jax.Array) -> jax.Array:
 def _store(target: Scalar, tile: jax.Array) -> Any:
     """Store a tile in shared memory for a product, and return where it is."""
     target[...] = tile
-    plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+    plgpu.commit_smem()
     return target
 
 

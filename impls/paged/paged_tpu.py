@@ -137,4 +137,4 @@ _NUM_BLOCK_LISTS = len(PageBlocks._fields)
 
 
 def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

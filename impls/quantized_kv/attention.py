@@ -24,7 +24,7 @@ def attention(
     v: Shaped[Array, "B S K V"],
     *,
     kv_scales: Scales | None = None,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,

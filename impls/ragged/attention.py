@@ -59,7 +59,7 @@ def compute_parts(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,
@@ -144,7 +144,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,

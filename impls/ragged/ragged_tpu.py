@@ -238,4 +238,4 @@ def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

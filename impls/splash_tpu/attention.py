@@ -31,7 +31,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     *,
-    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    mask: Mask = Full(),
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -39,7 +39,7 @@ def attention(
     scale: float | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
-    layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
+    layouts: Layouts = Layouts(),
     precision: Precision = "exact",
     interpret: Interpret = None,
 ) -> Any:

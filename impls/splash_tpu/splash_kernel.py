@@ -101,7 +101,7 @@ class Splash:
         """
 
         def spec(*axes: str | None) -> Any:
-            return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+            return PartitionSpec(*axes)
 
         def build_specs(steps: Steps) -> Steps:
             list_spec = spec(queries, None, heads if steps.q.shape[2] > 1 else None)
@@ -172,8 +172,8 @@ def make_splash(
     *,
     num_q_heads: int,
     num_kv_heads: int | None = None,
-    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
-    layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
+    block_sizes: BlockSizes = BlockSizes(),
+    layouts: Layouts = Layouts(),
     scale: float | None = None,
     soft_cap: float | None = None,
     precision: Precision = "exact",
@@ -304,8 +304,8 @@ def _splash(plan: SplashPlan, lists: StepLists, operands: Operands) -> Any:
 def _splash_forward(plan: SplashPlan, lists: StepLists, operands: Operands) -> Any:
     out, logsumexp, max_logits = _splash(plan, lists, operands)
     if plan.checkpoint_name is not None:
-        out = checkpoint_name(out, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-        logsumexp = checkpoint_name(logsumexp, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # likewise
+        out = checkpoint_name(out, plan.checkpoint_name)
+        logsumexp = checkpoint_name(logsumexp, plan.checkpoint_name)
     return (out, logsumexp, max_logits), (lists, operands, out, logsumexp)
 
 

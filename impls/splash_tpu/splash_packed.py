@@ -41,7 +41,7 @@ def packed_attention(
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
+    block_sizes: BlockSizes = BlockSizes(),
     precision: Precision = "exact",
     interpret: Interpret = None,
 ) -> Any:

@@ -9,7 +9,7 @@ which it can always be determined ("Locating and detecting arrays for interactio
 Optimization 15, 2008). A covering array is no such array, so combinations that its rows cannot distinguish are returned
 together. The tool BEN ranks suspicious combinations (Ghandehari, Lei, Xie, Kuhn and Kacker, "Identifying
 failure-inducing combinations in a combinatorial test set", ICST 2012). It confirms them by further tests, as
-`conformance.judging.failure_probes.confirmation` does.
+`conformance.follow_up.confirmation` does.
 
 This module differs from these papers in three ways. First, a row with a fault may pass by chance: with some values, a
 wrong mask hardly changes results. So a combination need not separate red from green rows perfectly, and gets a score.

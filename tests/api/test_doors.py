@@ -15,7 +15,7 @@ from conformance.session.session import merge_runs
 from reports import runs
 from reports.page_model import build_summary
 from tests.api import kernels
-from tests.judging.gate_repository import NO_PROBES, Repository, create_repository
+from tests.gate.gate_repository import NO_PROBES, Repository, create_repository
 
 TEST_FILE = """
 from conformance.testing import conformance_tests

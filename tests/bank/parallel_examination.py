@@ -20,7 +20,7 @@ from tests.bank.examination import Examination, create_single_look_runner, exami
 from tests.bank.planted_bug import PlantedBug, load_bank
 
 
-class BugKilledProcess(Exception):  # noqa: N818 -- the name reads as a statement
+class BugKilledProcess(Exception):
     """A planted bug killed the process that examined it, twice in a row."""
 
 

@@ -26,7 +26,7 @@ from tests.kernels import naive
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/full/normal/s0"
 
 
-class WrongType(Exception):  # noqa: N818 -- as libraries that check types have their own
+class WrongType(Exception):
     """An error as type checkers raise it."""
 
 

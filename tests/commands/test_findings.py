@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from conformance import cli
-from conformance.judging.failure_probes.confirmation import Prober
-from conformance.session.probes import finding_confirmation, finding_shrinker
+from conformance.follow_up import confirmation, shrinker
+from conformance.follow_up.confirmation import Prober
 from reports import records, runs
 from reports.record_schema import PROBE_SCHEMA
 from tests.process_helpers import restore_signal_handlers
@@ -89,8 +89,8 @@ def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPat
     def never(*arguments: Any) -> None:
         raise AssertionError("nothing is red")
 
-    monkeypatch.setattr(finding_confirmation, "confirm_findings", never)
-    monkeypatch.setattr(finding_shrinker, "shrink_findings", never)
+    monkeypatch.setattr(confirmation, "confirm_findings", never)
+    monkeypatch.setattr(shrinker, "shrink_findings", never)
     assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
 
 

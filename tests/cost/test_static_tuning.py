@@ -18,7 +18,7 @@ from conformance.accelerators import compilation
 from conformance.accelerators.targets import list_targets
 from conformance.accelerators.tpus import TPUS
 from conformance.cost.commands import cycle_comparison, cycles, static_tune, tune
-from conformance.cost.static import cycle_baselines, rank_agreement, static_tuning
+from conformance.cost.static import cycle_baselines, static_tuning
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult
 from conformance.execution import implementation_registry
 from impls.contract import tunable
@@ -283,11 +283,11 @@ def test_the_order_of_static_cycles_is_held_against_the_clock() -> None:
     static = {"a": 100.0, "b": 103.0, "c": 200.0, "d": 300.0}
     seconds = {"a": 1.0, "b": 0.5, "c": 3.0, "d": 2.0}
     # a and b are alike by schedule, d was faster than c.
-    assert "put 4 of 5 pairs of candidates in the order of the clock" in rank_agreement.describe_rank_agreement(
+    assert "put 4 of 5 pairs of candidates in the order of the clock" in static_tuning.describe_rank_agreement(
         static, seconds
     )
-    assert rank_agreement.describe_rank_agreement(static, {"a": 1.0, "b": 0.5}) == ""
-    assert rank_agreement.describe_rank_agreement({}, seconds) == ""
+    assert static_tuning.describe_rank_agreement(static, {"a": 1.0, "b": 0.5}) == ""
+    assert static_tuning.describe_rank_agreement({}, seconds) == ""
 
 
 def test_tuning_on_a_chip_says_how_well_the_static_order_held(tmp_path: Path) -> None:

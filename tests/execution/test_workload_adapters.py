@@ -14,8 +14,8 @@ from cases.named_problems import PROBLEMS, NamedProblem, index_problems
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry
 from conformance.execution.workload_adapters import build_workload_implementation
+from conformance.follow_up import shrinker
 from conformance.judging import run_plan
-from conformance.judging.failure_probes import shrinker
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.judging.gate_repository import FEW_CASES, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, Repository, create_repository, run_gate
 
 ONE = "--conformance-cases=train/f32/B1.T1.S72.N2.K1.H16.V48/full/*"
 LEAVES = "import os\nos._exit(0)\n"

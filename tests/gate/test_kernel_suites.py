@@ -9,7 +9,7 @@ import pytest
 
 from conformance.testing import conformance_tests
 from reports import records, runs
-from tests.judging.gate_repository import NO_PROBES, GateRun, Repository
+from tests.gate.gate_repository import NO_PROBES, GateRun, Repository
 
 TEST_FILE = """
 import pytest

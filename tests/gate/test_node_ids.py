@@ -9,7 +9,7 @@ import pytest
 
 from conformance.gate import node_ids
 from conformance.gate.node_ids import GATE_FILE, GATE_PATH, NamedJob
-from tests.judging.gate_repository import FEW_CASES, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, Repository, create_repository, run_gate
 
 CASE = "train/f32/B1.T1.S72.N2.K1.H16.V48/full/normal/s0"
 

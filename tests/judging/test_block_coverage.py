@@ -13,7 +13,7 @@ from cases.case_id import parse_case_id
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
-from conformance.judging.block_coverage import describe_few_blocks
+from conformance.judging.block_coverage import describe_block_counts, find_block_lengths
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.contract.implementation import Implementation
@@ -35,6 +35,12 @@ def build_taking(lengths: Callable[[int, int], bool]) -> Implementation:
 def build_pass(case: Case) -> Record:
     """Build a record that passes."""
     return Record(implementation="it", platform="cpu", case=case.id, check="forward", observable="out", verdict=PASS)
+
+
+def describe_few_blocks(implementation: Implementation, records: list[Record]) -> str:
+    """Describe the blocks that were too few, given records."""
+    cases = [parse_case_id(record.case) for record in records]
+    return describe_block_counts(find_block_lengths(implementation, cases), records)
 
 
 def describe_few(lengths: Callable[[int, int], bool], level: str = "quick") -> str:

@@ -11,9 +11,8 @@ import pytest
 from conformance.checks import CHECKS
 from conformance.judging.run_aggregation import aggregate_runs
 from reports import site_links
-from reports.glossary import OTHER_ROWS, TERMS, build_glossary
+from reports.glossary import OTHER_ROWS, TERMS, build_glossary, mark_terms
 from reports.matrix_rows import CHECK_KINDS
-from reports.term_links import mark_terms
 from tests.reports.markup import parse_page
 from tests.reports.report_samples import HOSTILE, make_failure, make_record, make_run_info, render_html
 

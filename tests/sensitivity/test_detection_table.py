@@ -33,7 +33,6 @@ ZEROS = next(bug for bug in gaming.BUGS if bug.name == "returns-zeros")
 CLIPPED = next(bug for bug in laws.BUGS if bug.name == "cotangent-clipped-at-64")
 BANK = (ZEROS,)
 ELSEWHERE = (dataclasses.replace(ZEROS, name="needs-a-compiler", unmeasurable=lambda: "no compiler here"),)
-TWICE = (ZEROS, ZEROS)
 
 
 def build_examination(bug: str, *checks: str) -> Examination:

@@ -92,7 +92,7 @@ def rounded_forward(problem: Problem, cotangent: Cotangent) -> Values:
     return found
 
 
-def expected_of(case_id: str, arithmetic: Arithmetic = Arithmetic()) -> tuple[Problem, Cotangent, Expectation]:  # noqa: B008 -- a frozen value
+def expected_of(case_id: str, arithmetic: Arithmetic = Arithmetic()) -> tuple[Problem, Cotangent, Expectation]:
     problem, drawn = draw_problem(parse_case_id(case_id)), draw_cotangent(parse_case_id(case_id))
     assert drawn.logsumexp is not None
     if problem.sinks is None:

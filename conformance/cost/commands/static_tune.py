@@ -129,7 +129,7 @@ def _build_entry(
             "how": how,
             "checked": "by no chip: static cycles of a whole call",
             "knobs": {choice.knob: _format_choice(choice) for choice in found},
-            # When `tune` times candidates on a chip, it compares their order with these cycles (`rank_agreement`).
+            # When `tune` times candidates on a chip, it compares their order with these cycles.
             STATIC_CYCLES: {choice.knob: _collect_cycles(choice) for choice in found if choice.knob in kernels},
         },
     )

@@ -21,7 +21,7 @@ from conformance import interrupts
 from conformance.commands.argument_lookup import check_outputs
 from conformance.commands.progress_display import StepProgress
 from conformance.cost.commands import bench, static_tune
-from conformance.cost.static import rank_agreement
+from conformance.cost.static import static_tuning
 from conformance.cost.timing import timed_tuning
 from conformance.cost.timing.interleaved_timing import explain_not_timed
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
@@ -158,7 +158,7 @@ def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str,
         for name in static.get(choice.knob, {})
         if row.implementation.endswith(f" {name}") and row.seconds is not None
     }
-    return rank_agreement.describe_rank_agreement(static.get(choice.knob, {}), seconds)
+    return static_tuning.describe_rank_agreement(static.get(choice.knob, {}), seconds)
 
 
 def _build_entry(

@@ -18,6 +18,7 @@ two schedules of the same kernel.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from cases.case import Case
@@ -221,3 +222,24 @@ def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticCho
         if other.whole < (1 - MIN_SAVING) * taken.whole:
             taken = other
     return StaticChoice(knob.name, taken.setting if taken.cycles is not None else before, before, tuple(estimates))
+
+
+def describe_rank_agreement(static: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+    """Describe in one sentence how many pairs of candidates have the same order by static cycles and by time.
+
+    Only pairs count whose static cycles differ by more than `MIN_SAVING`. If there are no such pairs, the text is
+    empty. Only candidates that are in both mappings are compared.
+
+    Args:
+      static: static cycles of a call, by name of the candidate.
+      seconds: median seconds of a call on the chip, by name of the candidate.
+    """
+    both = sorted((cycles, name) for name, cycles in static.items() if name in seconds)
+    told = [
+        (one, other) for (few, one), (many, other) in itertools.combinations(both, 2) if many > (1 + MIN_SAVING) * few
+    ]
+    if not told:
+        return ""
+    alike = sum(seconds[one] < seconds[other] for one, other in told)
+    pairs = f"{alike} of {len(told)} pairs of candidates"
+    return f"static cycles that differ by more than {MIN_SAVING:.0%} put {pairs} in the order of the clock"

@@ -217,7 +217,7 @@ def time_entrants(
 def forget_programs() -> None:
     """Free the memory of compiled programs and of their operands."""
     gc.collect()
-    jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
+    jax.clear_caches()
 
 
 def explain_not_timed(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:

@@ -46,7 +46,7 @@ class CeilingProduct:
         """Multiply `calls` times, and return when the device has finished the last product."""
         for _ in range(calls):
             c = _multiply(*self._factors)
-        jax.block_until_ready(c)  # type: ignore[no-untyped-call] # untyped upstream
+        jax.block_until_ready(c)
 
 
 _multiply = jax.jit(jnp.matmul)

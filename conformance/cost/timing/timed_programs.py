@@ -42,7 +42,7 @@ class TimedProgram:
         """Make `calls` successive calls, and return when the device has finished the last call."""
         for _ in range(calls):
             results = self.call(self.cotangent)
-        jax.block_until_ready(results)  # type: ignore[no-untyped-call] # untyped upstream
+        jax.block_until_ready(results)
 
     def results(self, cotangent: np.ndarray) -> dict[str, np.ndarray]:
         """Run the program once with the given cotangent of `out`, and return its results by name, on the host."""

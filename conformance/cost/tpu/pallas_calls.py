@@ -27,7 +27,7 @@ _CALL_PRIMITIVES = frozenset(
 _TILE = re.compile(r"\(([\d,]+)\)")
 
 
-class UnknownValue(Exception):  # noqa: N818 -- the name reads as a statement
+class UnknownValue(Exception):
     """A value cannot be computed on the host, as a rule because it depends on the operands of the program."""
 
 

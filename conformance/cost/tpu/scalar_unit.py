@@ -24,7 +24,7 @@ This is enough for tens of thousands of steps of a grid.
 """
 
 
-class UnknownPath(Exception):  # noqa: N818 -- the name reads as a statement
+class UnknownPath(Exception):
     """The path of the kernel cannot be determined; the message says why."""
 
 

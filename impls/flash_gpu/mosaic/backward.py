@@ -87,7 +87,7 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
         dq = _compute_dq(place)
         ready = scratch["q_tile"].at[warpgroup]
         ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # dq, equation (14)
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
         plgpu.wait_smem_to_gmem(0)
 
@@ -119,7 +119,7 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
             dx = jnp.where(allowed_pairs(False), dx, 0.0)
             k_seen = scratch["k_seen"].at[warpgroup]
             k_seen[...] = zero_unseen_rows(k[...], allowed_pairs(True))
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.commit_smem()
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # dq, equation (14), not yet scaled
         place.release_keys(at, read_as_values=place.reads_ids_unfenced)
@@ -184,7 +184,7 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
             (scratch["v_tile"].at[warpgroup], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(ready, out.at[place.batch, rows, place.head])
         plgpu.wait_smem_to_gmem(0)
 

@@ -144,7 +144,7 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     # The queries are no longer read.
     ready = scratch["out_tile"].at[warpgroup] if "out_tile" in scratch else scratch["q_tile"].at[place.q_slot]
     ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # out, eq. (6)
-    plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+    plgpu.commit_smem()
     rows = pl.ds(place.start, ROWS)
     plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
     plgpu.copy_smem_to_gmem(scratch["total_tile"].at[warpgroup], total_out.at[batch, head, rows])
@@ -227,11 +227,11 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
         if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[warpgroup]
             v_seen[...] = zero_unseen_rows(v[...], may(True))
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.commit_smem()
             v = v_seen
         if place.shape.ping_pong:
             # Without the barrier the compiler may move the exponentials, which are pure, behind the wait.
-            pinned = lax.optimization_barrier((softmax, weights))  # type: ignore[no-untyped-call] # untyped upstream
+            pinned = lax.optimization_barrier((softmax, weights))
             softmax, weights = pinned
         turns.take()
         out = accumulate(plan, softmax.out, weights, v)  # (6), not divided

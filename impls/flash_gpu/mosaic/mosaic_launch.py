@@ -301,7 +301,7 @@ class ProgramTile:
         registers need a fence, which `read_as_values` requests. An interpreter reads everything as values.
         """
         if read_as_values or self.plan.interpret:
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
 
 

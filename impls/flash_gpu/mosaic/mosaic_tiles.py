@@ -114,7 +114,7 @@ def accumulate(plan: TileArithmetic, total: jax.Array, a: Any, b: Scalar) -> jax
     def multiply(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, a, b)
 
-    start = plgpu.WGMMAAccumulatorRef.init(total)  # type: ignore[no-untyped-call] # untyped upstream
+    start = plgpu.WGMMAAccumulatorRef.init(total)
     return pl.run_state(multiply)(start)
 
 

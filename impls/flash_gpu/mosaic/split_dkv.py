@@ -67,7 +67,7 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
     def store(name: str, gradient: jax.Array, out: Any) -> None:
         ready = scratch[f"{name}_tile"].at[0]
         ready[...] = gradient.astype(out.dtype)
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ready, out.at[place.batch, rows, place.head])
         plgpu.wait_smem_to_gmem(0)
 
@@ -105,7 +105,7 @@ def _compute_dv(place: ProgramTile, group: Any, total: Any) -> jax.Array:
             weights = jnp.where(allowed, weights, 0.0)  # the derivative of the soft cap is NaN where hidden keys are
         pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch["weights_free"].at[0]))
         weights_tile[...] = weights
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["weights_ready"].at[0])
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # dv, equation (9)
         place.end_step(step, read_as_values=True)  # shift was read as values

@@ -176,7 +176,7 @@ def _quadratic_that_claims_linear() -> Implementation:
 
 
 def _wrong_with_other_blocks() -> Implementation:
-    def blocks_of_32(q: Any, k: Any, v: Any, *, mask: Any = Full(), **options: Any) -> Any:  # noqa: B008 -- frozen
+    def blocks_of_32(q: Any, k: Any, v: Any, *, mask: Any = Full(), **options: Any) -> Any:
         return dot_product(q, k, v.at[:, 32:33].set(v[:, 31:32]) if v.shape[1] > 32 else v, mask=mask, **options)
 
     return Implementation(

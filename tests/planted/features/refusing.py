@@ -97,7 +97,7 @@ def _obscure_second_derivative(q: Any, k: Any, v: Any, **options: Any) -> Any:
 def _with_bias(change: Callable[[Any, Any], Any]) -> _Call:
     """`change(out, bias)` where there is a bias, and neither cap nor sink."""
 
-    def call(q: Any, k: Any, v: Any, *, bias: Any = None, mask: Mask = Full(), **options: Any) -> Any:  # noqa: B008  a frozen value
+    def call(q: Any, k: Any, v: Any, *, bias: Any = None, mask: Mask = Full(), **options: Any) -> Any:
         found = attention(q, k, v, bias=bias, mask=mask, **options)
         if bias is None or options.get("soft_cap") is not None or options.get("sinks") is not None:
             return found

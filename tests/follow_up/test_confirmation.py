@@ -12,8 +12,8 @@ from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
-from conformance.judging.failure_probes.confirmation import Prober, Suspicion
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up.confirmation import Prober, Suspicion
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings

@@ -12,7 +12,7 @@ import pytest
 
 from reports import records, runs
 from reports.records import PASS, UNSUPPORTED
-from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
+from conformance.follow_up import shrinker
+from conformance.follow_up.shrinker import ShrunkCase, iter_alternatives
 from conformance.judging.explorer import compute_plainness
-from conformance.judging.failure_probes import shrinker
-from conformance.judging.failure_probes.shrinker import ShrunkCase, iter_alternatives
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings

@@ -9,13 +9,13 @@ import pytest
 
 from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up import follow_up
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.session.probes import follow_up
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, Record
 from reports.runs import Run

@@ -1,26 +1,31 @@
 """Keep probes, which are judgements beside the plan of a run, within a number of seconds.
 
-A probe is not started if it is expected to take longer than the time left. A probe that does take longer is cut off.
-The expected time comes from the run's records of the same kernel and check, on cases of about the same size. These
-records leave out the time of the oracle and of starting processes. So the expected time is multiplied by the ratio of
-real to expected time of the probes so far.
+A probe is not started if it is expected to take longer than the time left. A probe that does take longer is cut off by
+an alarm signal (SIGALRM). The expected time comes from the run's records of the same kernel and check, on cases of
+about the same size. These records leave out the time of the oracle and of starting processes. So the expected time is
+multiplied by the ratio of real to expected time of the probes so far.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 from cases.case import Case
 from cases.case_id import parse_case_id
-from conformance.judging.failure_probes import deadline
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.sandbox import sandboxed_executor
+from conformance.sandbox.kernel_process import ProcessLost
 from reports.records import Record
 
 _NEAREST_CASES = 3  # a probe is expected to take as long as the slowest of this many cases nearest in size
+_MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # the shortest time until the alarm, and the time between its repetitions
 
 
 class ProbeBudget:
@@ -62,9 +67,9 @@ class ProbeBudget:
             return None
         began = time.monotonic()
         try:
-            with deadline.limit_seconds(seconds):
+            with limit_seconds(seconds):
                 return self._runner.judge(job)
-        except deadline.DeadlineExceeded:
+        except DeadlineExceeded:
             sandboxed_executor.end_process(job.implementation)
             self.declined = True
             return None
@@ -97,3 +102,47 @@ def _find_slowest_nearby(case: Case, seen: Iterable[dict[str, float]]) -> float:
 def _estimate_work(case: Case) -> int:
     """Return the number of multiplications in the two matrix products of attention on a case."""
     return case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)
+
+
+class DeadlineExceeded(ProcessLost):
+    """Raised if a block exceeds its time limit.
+
+    As a `ProcessLost`, it makes code that waits for a kernel's process end this process.
+    """
+
+
+@contextlib.contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """Raise `DeadlineExceeded` in the block of this context manager after so many seconds.
+
+    If the block waits for another process, the exception comes at once. Otherwise it comes when the interpreter runs
+    the next bytecode, and again each second in case the block swallowed it. Only the main thread can be interrupted
+    this way. If other code has set an alarm, it comes late, by no more than the time spent in the block.
+    """
+    if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_rung = is_within = False
+
+    def handle_alarm(number: int, frame: FrameType | None) -> None:
+        nonlocal has_rung
+        has_rung = True
+        if is_within:
+            raise DeadlineExceeded
+
+    started = time.monotonic()
+    previous_handler = signal.signal(signal.SIGALRM, handle_alarm)
+    try:
+        try:
+            is_within = True
+            other_alarm, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, _MIN_SECONDS), _REPEAT_SECONDS)
+            yield
+        finally:
+            is_within = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous_handler)
+        if other_alarm:
+            signal.setitimer(signal.ITIMER_REAL, max(other_alarm - (time.monotonic() - started), _MIN_SECONDS))
+    if has_rung:
+        raise DeadlineExceeded

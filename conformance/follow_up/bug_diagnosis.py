@@ -14,19 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, Sizes
-from conformance.session.probes.signature_completion import list_right_cases
 from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
-from reports.causes.finding import FORWARD, GRADIENTS, Finding
+from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
 from reports.record_groups import group_by_contender
-from reports.records import ERROR, FAIL, Diagnosis, Record, RunInfo, SimilarBug
+from reports.records import ERROR, FAIL, JUDGED, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
@@ -42,6 +41,7 @@ _MIN_SIMILARITY = 0.5
 
 It is above the minimum for a whole kernel, because a finding is compared on few cases.
 """
+_SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
 
 def measure_signatures_of_failed(
@@ -241,6 +241,7 @@ def _concerns(finding: Finding, case: str) -> bool:
 
 
 def _select_features(case: str) -> frozenset[Level]:
+    """Return the levels that a case asks for by itself, without sizes and levels that follow from others."""
     return frozenset(level for level in find_levels(case) if not level.odds)
 
 
@@ -301,3 +302,28 @@ def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: in
         if each.similarity >= least
     )
     return Diagnosis(bugs=bugs, cases=cases, known=known, is_shown=nearest is not None)
+
+
+def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> Mapping[str, Sizes]:
+    """List the signature cases on which a kernel is right, with their results, by the findings of its run.
+
+    A case is right if the run judged each feature, mask and dtype that it has, and no finding concerns it. A finding
+    that does not say which levels it needs may concern any case; then no case is listed.
+
+    Args:
+      records: the records of the kernel in the run.
+      findings: all findings of the kernel.
+    """
+    wrong = [finding for finding in findings if finding.kind in (RAISES, FORWARD, GRADIENTS)]
+    if not wrong or not all(finding.levels for finding in wrong):
+        return {}
+    needed = [frozenset(finding.levels or ()) for finding in wrong]
+    judged = [record for record in records if record.verdict in JUDGED and record.check in _SIGNATURE_CHECKS]
+    known = {level for case in {record.case for record in judged} for level in _select_features(case)}
+    results: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))
+    right: dict[str, Sizes] = {}
+    for asked in SIGNATURE_CASES:
+        levels = find_levels(asked.case.id)
+        if not any(levels >= one for one in needed) and _select_features(asked.case.id) <= known:
+            right[asked.case.id] = results
+    return right

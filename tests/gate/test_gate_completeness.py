@@ -9,12 +9,12 @@ from typing import Literal
 import pytest
 
 from conformance.execution import implementation_registry
-from conformance.judging import keyword_selection
+from conformance.gate import keyword_selection
 from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
 from impls.contract.implementation import Accelerator
 from reports import runs
-from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture

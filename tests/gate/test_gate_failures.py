@@ -11,7 +11,7 @@ import pytest
 from conformance import cli
 from reports import records, runs
 from reports.records import FAIL
-from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from cases.signature_cases import SIGNATURE_CASES
+from conformance.follow_up import bug_diagnosis
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, load_signatures
-from conformance.session.probes import bug_diagnosis
 from reports.causes import finding_text
 from reports.causes.case_levels import find_levels
 from reports.page_model import build_summary

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
-from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.follow_up import bug_diagnosis, confirmation
+from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
-from conformance.session.probes import bug_diagnosis, finding_confirmation
 from impls.contract.implementation import Implementation
 from reports.records import RED
 
@@ -66,7 +66,7 @@ def follow_up(
     with interrupts.end_on_signal():
         seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
-        finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
+        confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
             option = budget.option.replace("diagnose", "confirm")
             line = f"{allowance.seconds:.1f} s are too few to confirm findings ({option}=10 gives more)"
