@@ -178,7 +178,7 @@ def test_the_contract_has_every_declaration() -> None:
 def test_the_reference_has_every_field_of_a_case() -> None:
     page = (ROOT / "docs" / "reference" / "case-fields.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", page, re.MULTILINE))
-    properties = {name for name in vars(Case) if isinstance(vars(Case)[name], property | functools.cached_property)}
+    properties = {name for name, x in inspect.getmembers(Case) if isinstance(x, property | functools.cached_property)}
     assert set(rows) == {field.name for field in dataclasses.fields(Case)} | properties
     for operand in OPTIONAL:
         levels = [level for level in operand.levels if isinstance(level, str)]
