@@ -118,7 +118,6 @@ _MODULES = (
 _BEYOND = (
     "dq-product-at-default-precision",
     "eager-mask-kept-by-shape",
-    "eager-segment-ids-kept-by-shape",
     "logits-in-the-dtype-of-a-narrow-bias",
     "scale-of-zero-is-the-usual",
     "window-in-a-list-ignored",

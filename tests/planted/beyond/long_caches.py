@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,6 @@ from tests.planted.planting import splits, wrapped
 from tests.planted.planting.splits import Call, takes
 from tests.planted.planting.tile_triggers import mask_of
 from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits
-
-Array = Any
 
 _bug = functools.partial(splits.planted, family="long caches")
 

@@ -34,10 +34,6 @@ def _single(case: Case) -> bool:
     return case.dtype == "f32"
 
 
-def _half(case: Case) -> bool:
-    return case.dtype == "f16"
-
-
 def over(lengths: int, of: str) -> Callable[[Case], bool]:
     return lambda case: getattr(case, of) > lengths
 

@@ -29,13 +29,6 @@ def _in_bf16(scale: float) -> Array:
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
-        "page-scale-of-all-keys-for-values",
-        PagedSteps(numbers=lambda k, v: (k, k)),
-        kind="kvscale.k-for-v",
-        reference="sgl-project/sglang#26852",
-        shows="out",
-    ),
-    _bug(
         "page-scale-of-all-values-for-keys",
         PagedSteps(numbers=lambda k, v: (v, v)),
         kind="kvscale.k-for-v",
@@ -46,13 +39,6 @@ BUGS: tuple[PlantedBug, ...] = (
         PagedSteps(numbers=lambda k, v: (1.0, v)),
         kind="kvscale.dropped",
         reference="flashinfer-ai/flashinfer#1023",
-    ),
-    _bug(
-        "page-scale-of-all-values-forgotten",
-        PagedSteps(numbers=lambda k, v: (k, 1.0)),
-        kind="kvscale.dropped",
-        reference="flashinfer-ai/flashinfer#4979",
-        shows="out",
     ),
     _bug(
         "page-scale-of-all-keys-twice",
