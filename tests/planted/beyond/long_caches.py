@@ -126,16 +126,6 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         ),
     ),
     (
-        _ONE.format(1100, "full/sinks"),
-        _bug(
-            name="sink-counts-once-for-each-split",
-            kind="sink.splitkv-count",
-            reference="rocm-libraries#12227",
-            trigger=both(has("sinks"), takes),
-            merge=wrong.sink_in_every_split,
-        ),
-    ),
-    (
         _ONE.format(1100, "window-l100-r0-o1099/sinks"),
         _bug(
             name="sink-is-lost-with-an-empty-first-split",
