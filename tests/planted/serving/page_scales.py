@@ -1,4 +1,7 @@
-"""Bugs of pages with scales: which scale multiplies what, when, and what stored bits mean."""
+"""Bugs of pages with scales: which scale multiplies what, how often and when, and what stored bits mean.
+
+Scales are by token, or one of all keys and one of all values.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import stored_bug
-from tests.planted.planting.served import Call, PagedSteps, scaled
+from tests.planted.planting.served import Call, PagedSteps, scaled, whole
 from tests.planted.planting.triggers import both, has
 
 Array = jax.Array
 _BY_TOKEN = has("paged", "kv_token_scales")
+_BY_TENSOR = has("paged", "kv_tensor_scales")
 _bug = functools.partial(
     stored_bug.bug, family="paged", build=scaled, shows="out logsumexp max_logits", trigger=_BY_TOKEN
 )
+_whole_bug = functools.partial(_bug, build=whole, trigger=_BY_TENSOR)
 
 
 def _of_first_sequence(pages: Array, row: Array, slot: Array, call: Call) -> tuple[Array, Array]:
@@ -53,6 +58,14 @@ def _other_fp8(x: Array, scales: Array) -> Array:
     """Bits of float8_e4m3fn read as float8_e5m2."""
     kept = jax.lax.bitcast_convert_type(x, jnp.float8_e5m2) if x.dtype == jnp.float8_e4m3fn else x
     return kept.astype(jnp.float32) * scales[..., None]
+
+
+def _after_the_cap(x: Array, allowed: Array, call: Call) -> Array:
+    return x * call.k_scale if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap) * call.k_scale
+
+
+def _in_bf16(scale: float) -> Array:
+    return jnp.bfloat16(scale).astype(jnp.float32)
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -127,5 +140,37 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="kvbits.format",
         reference="inferred from float8_e4m3fn and float8_e5m2, which caches offer side by side",
         trigger=both(_BY_TOKEN, has("kv_fp8")),
+    ),
+    _whole_bug(
+        "page-scale-of-all-values-for-keys",
+        PagedSteps(numbers=lambda k, v: (v, v)),
+        kind="kvscale.k-for-v",
+        reference="inferred from sgl-project/sglang#26852",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-forgotten",
+        PagedSteps(numbers=lambda k, v: (1.0, v)),
+        kind="kvscale.dropped",
+        reference="flashinfer-ai/flashinfer#1023",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-twice",
+        PagedSteps(numbers=lambda k, v: (k * k, v)),
+        kind="kvscale.twice",
+        reference="vllm-project/vllm#48016",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-after-the-soft-cap",
+        PagedSteps(cap=_after_the_cap),
+        kind="kvscale.order",
+        reference="inferred from TileOPs#1511, units of scaled and raw logits mixed",
+        trigger=both(_BY_TENSOR, has("soft_cap")),
+    ),
+    _whole_bug(
+        "page-scale-of-all-values-in-bf16",
+        PagedSteps(times=lambda out, v_scale, call: out * _in_bf16(v_scale)),
+        kind="kvscale.dtype",
+        reference="inferred from a scale kept in the dtype of the operands",
+        shows="out",
     ),
 )
