@@ -131,7 +131,7 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
             "Judging a bug stops once two checks have seen it. So a check may see more bugs than are counted here: "
             "it may never have judged them. The last column lists bugs that no other check saw.",
             _format_table(
-                ["check", "bugs seen", "seconds for all bugs", "bugs that only this check saw"],
+                ["check", "bugs seen", "seconds of all measurements", "bugs that only this check saw"],
                 [
                     [f"`{row['check']}`", row["kills"], f"{row['seconds']:.0f}", _format_names(row["alone"])]
                     for row in checks
@@ -239,7 +239,9 @@ def _build_diagnosis_page(measured: Mapping[str, Any]) -> str:
             "same family is not enough. Two groups of bugs are left out: those that are right on all signature cases, "
             "and those in code around a kernel.",
             "Percentages in brackets refer to the bugs that are similar to some other bug. The last column has the "
-            "same two shares of all bugs.",
+            "same two shares of all bugs. The bank has one bug of each family, kind and set of checks that see it, so "
+            "a bug that is left out often has no near relative. [Kernels that are in no bank]"
+            "(#kernels-that-are-in-no-bank) are named more often.",
             _format_table(
                 [
                     "operands",
@@ -267,8 +269,8 @@ def _build_diagnosis_page(measured: Mapping[str, Any]) -> str:
                 "lrrrrrl",
             ),
             *(
-                f"The first name is right for no bug of the family *{row['family']}*. Of these {row['bugs']} bugs, "
-                f"{row['alone']} are the only ones of their kind."
+                f"The first name is right for no bug of the family *{row['family']}*. Bugs in it: {row['bugs']}. Only "
+                f"ones of their kind: {row['alone']}."
                 for row in families
                 if not row["first"]
             ),

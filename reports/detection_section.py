@@ -28,18 +28,13 @@ class CheckPower:
       check: the name of the check.
       kills: the number of bugs that the check detects.
       alone: the bugs that only this check detects.
-      seconds: the time that the check took on all planted bugs.
+      seconds: the time that the check took in all measurements, those of bugs that were removed later included.
     """
 
     check: str
     kills: int
     alone: tuple[str, ...]
     seconds: float
-
-    @property
-    def rate(self) -> float | None:
-        """The number of detected bugs per second; None if the check took no time."""
-        return self.kills / self.seconds if self.seconds else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,6 @@ from tests.planted.serving import (
     packed,
     packed_gradients,
     page_scales,
-    page_scales_whole,
     page_writes,
     paged,
     paged_queries,
@@ -104,7 +103,6 @@ _MODULES = (
     paged_softmax,
     page_writes,
     page_scales,
-    page_scales_whole,
     packed,
     packed_gradients,
     latent,
@@ -119,7 +117,6 @@ _MODULES = (
 _BEYOND = (
     "dq-product-at-default-precision",
     "eager-mask-kept-by-shape",
-    "eager-segment-ids-kept-by-shape",
     "logits-in-the-dtype-of-a-narrow-bias",
     "scale-of-zero-is-the-usual",
     "window-in-a-list-ignored",

@@ -122,10 +122,8 @@ _ARGUMENTS: dict[str, Witness] = {
     "window-unbounded-right-is-zero": asked(_build_case("window-l8-rinf")),
     "window-without-sides-taken-literally": asked(_build_case("window-linf-rinf")),
     "window-unbounded-left-is-key-length": asked(_build_case("window-linf-r8", shape="B1.T160.S48.N2.K2.H16.V16")),
-    "window-left-cut-to-key-length": asked(_build_case("window-l90-r0", shape="B1.T160.S48.N2.K2.H16.V16")),
     "window-wider-than-keys-is-none": asked(_build_case("window-l100-r0")),
     "window-borders-wrap-in-int32": asked(_build_case("full"), change=replaced(mask=Window(4, 2**31 - 1))),
-    "window-ignored-beside-causal": asked(_build_case("causal_and_window-l8-r5")),
     "causal-ignored-beside-window": asked(_build_case("causal_and_window-l8-r5")),
     "window-beside-causal-ends-with-the-keys": asked(
         _build_case("causal_and_window-l40-r5", shape="B1.T64.S96.N2.K2.H16.V16")
@@ -156,10 +154,8 @@ _ARGUMENTS: dict[str, Witness] = {
     "segments-largest-id-is-padding": asked(
         _SEGMENTS, change=_change_ids(lambda ids: np.where(ids == 7, 2**31 - 1, ids))
     ),
-    "segments-in-int16": asked(_SEGMENTS, change=_change_ids(lambda ids: ids * 2**16)),
     "segments-compared-in-f32": asked(_SEGMENTS, change=_change_ids(lambda ids: ids + 2**24)),
     "segments-blocks-full-by-first-and-last": today(_build_case("full/segamid"), "forward"),
-    "segments-found-by-bisection": today(_SEGMENTS, "forward"),
     "segments-blocks-skipped-by-first-and-last": today(_build_case("full/seg", shape=_LONG), "forward"),
     "segments-that-come-back-are-others": asked(
         _SEGMENTS, change=_change_ids(lambda ids: np.where(np.isin(ids, (5, 4)), 1, 2))
@@ -172,7 +168,6 @@ _VALUES: dict[str, Witness] = {
     "cotangent-over-its-largest-plus-epsilon": asked(_build_case("full"), pulled=_multiply(2.0**-20)),
     "cotangent-rows-near-zero-skipped": asked(_build_case("full"), pulled=_multiply(2.0**-40)),
     "cotangent-of-logsumexp-near-zero-dropped": asked(_build_case("full"), pulled=_multiply(2.0**-30)),
-    "queries-of-zeros-are-padding": asked(_build_case("full"), change=_set_zeros("q", 3)),
     "keys-of-zeros-are-padding": asked(_build_case("full"), change=_set_zeros("k", 3)),
     "equal-logits-count-once": asked(_build_case("full"), change=_set_zeros("q", 3)),
     "pivot-of-rows-hidden-by-bias-unguarded": asked(_BIASED, ask.hidden_by_bias(..., 3, slice(None))),
@@ -221,7 +216,6 @@ _PRECISION: dict[str, Witness] = {
     "logsumexp-rounded-in-groups": _build_sixteen("full", shape=_GROUPS),
     "max-logits-rounded-if-causal": _build_sixteen("causal"),
     "logsumexp-in-bf16-where-differentiated": _build_sixteen("full", "primal"),
-    "first-product-at-default-precision": asked(_build_case("full"), ask.exact_products),
     "dq-product-at-default-precision": asked(_build_case("full"), ask.exact_products),
     "dq-accumulated-in-operands-dtype-if-causal": _build_sixteen(
         "causal-o896", "ensemble", shape="B1.T128.S1024.N2.K2.H32.V32"
@@ -254,19 +248,12 @@ _PRECISION: dict[str, Witness] = {
 _EVERYTHING = "causal/seg/softcap30/sinks/bias"
 _STATE: dict[str, Witness] = {
     "eager-mask-kept-by-shape": asked(_build_case("dense-d60"), ask.in_turn(ask.other_mask)),
-    "eager-segment-ids-kept-by-shape": asked(_SEGMENTS, ask.in_turn(ask.other_operand("segment_ids"))),
     "eager-bias-kept-by-shape": asked(_BIASED, ask.in_turn(ask.other_operand("bias"))),
     "eager-sinks-kept-by-shape": asked(_build_case("full/sinks"), ask.in_turn(ask.other_operand("sinks"))),
     "kernel-kept-by-the-cap-as-a-whole-number": asked(
         _build_case("full/softcap30"), ask.in_turn(ask.nearly_the_same_cap)
     ),
-    "window-kept-by-lengths": asked(_build_case("full"), ask.masks_in_turn(Window(8, 0), Window(20, 3), Window(8, 0))),
-    "causal-mask-of-the-first-length": asked(_build_case("causal"), ask.after(q_length=64, kv_length=64)),
-    "numpy-keys-kept-by-identity": asked(_build_case("full"), ask.refilled),
     "numpy-mask-kept-by-identity": asked(_build_case("causal_and_dense-d60"), "calls"),
-    "right-side-kept-by-the-left-one": asked(
-        _build_case("full"), ask.masks_in_turn(Window(8, 0), Window(8, 3), Window(8, 0))
-    ),
     "eager-bias-told-by-its-first-row": asked(
         _BIASED,
         ask.in_turn(ask.other_operand("bias")),

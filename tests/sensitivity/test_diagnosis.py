@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.signature_cases import SIGNATURE_CASES
+from cases.storage_forms.form_registry import FORMS
 from conformance.execution import implementation_registry
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -191,19 +192,12 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     documented = json.loads(DOCUMENTED.read_text(encoding="utf-8"))
     assert documented["families"] == json.loads(json.dumps([dataclasses.asdict(row) for row in found]))
     assert documented["bugs"] == len(bank)
-    stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
-    # Bugs of ring buffers are named worst, so they have a minimum of their own: the first name is right for none.
-    (ring,) = (x for x in found if x.family == "ring")
-    assert ring.named >= 0.4 * (ring.bugs - ring.alone)
-    dense = [x for x in found if x not in stored and x is not ring]
-    # Of the bugs with a name, and of all: naming fewer bugs must not count as being right more often.
-    for families, three, of_all in ((dense, 0.8, (0.6, 0.75)), (stored, 0.75, (0.5, 0.55))):
-        called, every = sum(x.bugs - x.none for x in families), sum(x.bugs for x in families)
-        first, named = sum(x.first for x in families), sum(x.named for x in families)
-        assert first >= 0.6 * called
-        assert named >= three * called
-        assert first >= of_all[0] * every
-        assert named >= of_all[1] * every
+    # The bank has no near relative of a bug: how many names are right for other kernels is what
+    # `test_unknown_kernels.py` demands.
+    dense = [row for row in found if row.family not in (*FORMS, "quantised caches")]
+    first = sum(row.first for row in dense)
+    assert first >= 0.6 * sum(row.bugs - row.none for row in dense)
+    assert first >= 0.6 * sum(row.bugs for row in dense)
 
 
 # Cheap bugs, each of another kernel. If their signatures are the kept ones, then cases, bounds and kernels are those

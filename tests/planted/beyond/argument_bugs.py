@@ -54,10 +54,6 @@ def _unbounded_left_is_key_length(left: Any, right: Any, arrays: Arrays) -> Any:
     return (arrays["k"].shape[1] if left is None else left, right)
 
 
-def _left_cut_to_key_length(left: Any, right: Any, arrays: Arrays) -> Any:
-    return (None if left is None else min(left, arrays["k"].shape[1] - 1), right)
-
-
 def _one_of_causal_and_window(kept: str) -> Kernel:
     """`if causal: ... elif window: ...`, or the other way round."""
 
@@ -244,13 +240,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(_sided("l"), lambda case: case.q_length > case.kv_length),
     ),
     _window_bug(
-        "window-left-cut-to-key-length",
-        _window(_left_cut_to_key_length),
-        kind="window.wide",
-        reference="inferred from flash-attention issue 1133, where (S - 1, 0) is not causal",
-        trigger=both(_has_window, lambda case: case.q_length > case.kv_length),
-    ),
-    _window_bug(
         "window-wider-than-keys-is-none",
         _window(_no_window_if_wide),
         kind="window.wide",
@@ -263,13 +252,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out logsumexp",
         trigger=_has_window,
         steps=each(Window, _wrapping),
-    ),
-    _window_bug(
-        "window-ignored-beside-causal",
-        _one_of_causal_and_window("causal"),
-        kind="mask.causal-and-window",
-        reference="inferred from tokamax commit 5de3e74, where causal hides the branch of the mask",
-        trigger=_both_sides,
     ),
     _window_bug(
         "causal-ignored-beside-window",

@@ -77,14 +77,6 @@ def _lengths(arrays: Arrays) -> tuple[int, int]:
     return arrays["q"].shape[1], arrays["k"].shape[1]
 
 
-def _sixteen_heads_of_a_group(arrays: Arrays, statics: Statics) -> object:
-    """A tile of queries has 16 rows, and the heads of a group that do not fit are the first again."""
-    heads = arrays["q"].shape[2]
-    group = heads // arrays["k"].shape[2]
-    n = jnp.arange(heads)
-    return correct({**arrays, "q": arrays["q"][:, :, n - n % group + n % group % 16]}, statics)
-
-
 def _whole_blocks_of_256(arrays: Arrays, statics: Statics) -> object:
     """`(S + 254) // 256` blocks, which lack the last key where it is alone in its block."""
     length = arrays["k"].shape[1]
@@ -199,20 +191,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="dispatch.blocks",
         reference="inferred from routes for whole blocks of the largest block size",
         trigger=has("soft_cap"),
-    ),
-    _size(
-        "key-heads-beyond-eight-are-the-first-again",
-        _first_again("k", 2, 8),
-        kind="table.heads",
-        reference="inferred from kernels that put key heads on the eight rows of a tile",
-        trigger=lambda case: case.num_kv_heads > 8,
-    ),
-    _size(
-        "heads-of-a-group-beyond-sixteen-are-the-first-again",
-        _sixteen_heads_of_a_group,
-        kind="table.heads",
-        reference="inferred from kernels for decoding that pack a group into 16 rows, asked for the 128 heads of MLA",
-        trigger=lambda case: case.num_q_heads > 16 * case.num_kv_heads,
     ),
     _size(
         "key-alone-in-its-block-of-256-is-lost",

@@ -57,7 +57,6 @@ def _q_scaled_in_its_dtype(arrays: wrapped.Arrays, statics: wrapped.Statics) -> 
     return wrapped.correct(arrays, statics)
 
 
-_OUT = ("out", "logsumexp")
 _ALL = ("out", "logsumexp", "dq", "dk", "dv")
 _F32 = "train/f32/B1.T{}.S{}.N2.K2.H16.V16/{}/s0"
 

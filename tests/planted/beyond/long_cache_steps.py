@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from tests.planted.planting import splits, wrapped
 from tests.planted.planting.splits import Call, Parts
@@ -37,10 +36,6 @@ def merge_unweighted(parts: Parts, sinks: Array, call: Call) -> tuple[Array, Arr
     _, lse = splits.merge(parts, sinks, call)
     out = parts.acc / jnp.where(parts.sum == 0, 1, parts.sum)[..., None]
     return out.mean(axis=2), lse
-
-
-def sink_in_every_split(parts: Parts, sinks: Array, call: Call) -> tuple[Array, Array]:
-    return splits.merge(parts, None if sinks is None else sinks + np.log(splits_of(call)), call)
 
 
 def sink_in_the_first_split_alone(parts: Parts, sinks: Array, call: Call) -> tuple[Array, Array]:

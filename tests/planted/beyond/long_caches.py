@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,6 @@ from tests.planted.planting import splits, wrapped
 from tests.planted.planting.splits import Call, takes
 from tests.planted.planting.tile_triggers import mask_of
 from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits
-
-Array = Any
 
 _bug = functools.partial(splits.planted, family="long caches")
 
@@ -126,16 +123,6 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             reference="inferred from flash-attention#404 (merge of partial outputs)",
             shows=("out",),
             merge=wrong.merge_unweighted,
-        ),
-    ),
-    (
-        _ONE.format(1100, "full/sinks"),
-        _bug(
-            name="sink-counts-once-for-each-split",
-            kind="sink.splitkv-count",
-            reference="rocm-libraries#12227",
-            trigger=both(has("sinks"), takes),
-            merge=wrong.sink_in_every_split,
         ),
     ),
     (

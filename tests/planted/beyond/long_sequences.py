@@ -111,17 +111,6 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
     (
         _LONG_KEYS.format(8256, "full/normal"),
         _bug(
-            name="key-block-number-in-int8",
-            kind="index.int8",
-            reference="inferred from jax splash mask info (block numbers in the smallest type that fits)",
-            shows=("out", "logsumexp", "dq", "dk", "dv"),
-            trigger=kv_blocks(129),
-            key_block=lambda call, j: j.astype(jnp.int8).astype(jnp.int32),
-        ),
-    ),
-    (
-        _LONG_KEYS.format(8256, "full/normal"),
-        _bug(
             name="number-of-key-blocks-in-int8",
             kind="index.int8",
             reference="inferred from jax splash mask info (block numbers in the smallest type that fits)",

@@ -11,17 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.masks import Causal
 from tests.bank import PlantedBug
-from tests.planted.beyond.precision import masked_by, over, to_operands, towards_zero
+from tests.planted.beyond.precision import over, towards_zero
 from tests.planted.planting import blockwise, plain, splits, tiled
-from tests.planted.planting.plain import Array, BackwardSteps, PlainSteps, Saved, product
+from tests.planted.planting.plain import Array, PlainSteps
 from tests.planted.planting.rounding import rounded
 from tests.planted.planting.steps import Block, Running
-from tests.planted.planting.triggers import both, one_query, sixteen_bits, trains
+from tests.planted.planting.triggers import both, sixteen_bits, trains
 
 _FAMILY = "narrow paths"
-_PIECES = 8
 _LONG_CACHE = 1024
 _THRESHOLD = 16.0
 _plain = functools.partial(plain.planted, _FAMILY)
@@ -58,39 +56,11 @@ def _cut(x: Array, dtype: Any) -> Array:
 # All pairs of plain attention at once.
 
 
-def _is_narrow_and_causal(call: plain.Call) -> bool:
-    return masked_by(Causal, call) and call.q.dtype.itemsize == 2
-
-
-def _out_cut_if_causal(out: Array, call: plain.Call) -> Array:
-    return (_cut(out, call.q.dtype) if masked_by(Causal, call) else out).astype(call.q.dtype)
-
-
-def _delta_in_bf16_if_causal(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
-    d = product("btnv,btnv->bnt", saved.forward.out, do)[..., None]
-    return _bf16(d) if _is_narrow_and_causal(saved.call) else d
-
-
-def _dp_in_f16_if_causal(do: Array, saved: Saved) -> Array:
-    dp = product("btnv,bsnv->bnts", do, saved.forward.v)
-    return _through_f16(dp) if _is_narrow_and_causal(saved.call) else dp
-
-
 def _weights_summed_in_f16(weights: Array, total: Array, call: plain.Call) -> Array:
     """Divide weights by a sum in the operands' dtype; `logsumexp` is of the sum in f32."""
     if call.q.dtype == jnp.float16 and call.kv_length > _LONG_CACHE:
         total = rounded(total, jnp.float16)
     return weights / plain.nonzero(total)
-
-
-def _values_by_pieces(p: Array, v: Array, call: plain.Call) -> Array:
-    """Store the outputs of eight pieces before they are added, for one query over a long cache."""
-    if call.q_length > 1 or call.kv_length <= _LONG_CACHE:
-        return product("bnts,bsnv->btnv", p, v)
-    length = -(-call.kv_length // _PIECES)
-    pieces = [slice(start, start + length) for start in range(0, call.kv_length, length)]
-    stored = [to_operands(product("bnts,bsnv->btnv", p[..., piece], v[:, piece]), call) for piece in pieces]
-    return jnp.sum(jnp.stack(stored), axis=0)
 
 
 # Square tiles, one key block after another.
@@ -145,33 +115,8 @@ def _parts_overflow_f16(parts: splits.Parts, call: splits.Call) -> Any:
 
 
 _OUT = ("out",)
-_LONG_DECODE = both(one_query, over(_LONG_CACHE, "kv_length"))
 
 BUGS: tuple[PlantedBug, ...] = (
-    _plain(
-        "out-truncated-if-causal",
-        kind="rounding.truncation",
-        reference="inferred from kernels that store the upper half of an f32",
-        shows="out",
-        trigger=both(sixteen_bits, _causal),
-        steps=PlainSteps(out=_out_cut_if_causal),
-    ),
-    _plain(
-        "delta-in-bf16-if-causal-in-16-bits",
-        kind="delta.dtype",
-        reference="inferred from jax issue 24047",
-        shows="dq dk",
-        trigger=both(sixteen_bits, trains("causal")),
-        back=BackwardSteps(d=_delta_in_bf16_if_causal),
-    ),
-    _plain(
-        "dp-in-f16-if-causal",
-        kind="overflow.f16",
-        reference="inferred from backward passes that keep products in half precision whatever the operands are",
-        shows="dq dk",
-        trigger=both(_brain, trains("causal")),
-        back=BackwardSteps(dp=_dp_in_f16_if_causal),
-    ),
     _plain(
         "weights-of-a-long-cache-summed-in-f16",
         kind="precision.lowp-stats",
@@ -179,14 +124,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out",
         trigger=both(_half, over(_LONG_CACHE, "kv_length")),
         steps=PlainSteps(normalised=_weights_summed_in_f16),
-    ),
-    _plain(
-        "out-of-pieces-in-operands-dtype",
-        kind="splitkv.partial-dtype",
-        reference="flash-attn PR 2336",
-        shows="out",
-        trigger=both(sixteen_bits, _LONG_DECODE),
-        steps=PlainSteps(values=_values_by_pieces),
     ),
     _tiled(
         name="tiles-acc-in-operands-dtype-if-causal",

@@ -30,14 +30,6 @@ _FORWARD = "out logsumexp"
 BLOCK = 64
 
 
-def _single(case: Case) -> bool:
-    return case.dtype == "f32"
-
-
-def _half(case: Case) -> bool:
-    return case.dtype == "f16"
-
-
 def over(lengths: int, of: str) -> Callable[[Case], bool]:
     return lambda case: getattr(case, of) > lengths
 
@@ -246,13 +238,5 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(residuals=_logsumexp_in_bf16),
         back=BackwardSteps(),
         alone=PlainSteps(),
-    ),
-    _bug(
-        "first-product-at-default-precision",
-        kind="precision.default",
-        reference="inferred from mlx issue 3860, where f32 products are tf32 unless asked otherwise",
-        shows="precision products",
-        trigger=_single,
-        steps=PlainSteps(products=lambda q, k, call: default_product("btnh,bsnh->bnts", q, k)),
     ),
 )

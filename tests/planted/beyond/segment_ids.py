@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from tests.bank import PlantedBug
@@ -33,17 +32,6 @@ def _segments(same: Callable[[Any, Any], Any]) -> Kernel:
         return correct({**rest, "mask": together & arrays.get("mask", True)}, statics)
 
     return kernel
-
-
-def _by_search(q: Any, kv: Any) -> Any:
-    """Keys of a segment are found by bisection, which needs sorted ids."""
-
-    def bounds(ids: Any, wanted: Any) -> Any:
-        return [jnp.searchsorted(ids, wanted, side=side) for side in ("left", "right")]
-
-    start, stop = jax.vmap(bounds)(kv[:, 0], q[:, :, 0])
-    j = jnp.arange(kv.shape[2])
-    return (j >= start[..., None]) & (j < stop[..., None])
 
 
 def _blocks_by_first_and_last(q: Any, kv: Any) -> Any:
@@ -91,10 +79,6 @@ def _sentinel_is_padding(q: Any, kv: Any) -> Any:
     return (q == kv) & (kv != _SENTINEL)
 
 
-def _sixteen_bits(q: Any, kv: Any) -> Any:
-    return q.astype(jnp.int16) == kv.astype(jnp.int16)
-
-
 def _in_f32(q: Any, kv: Any) -> Any:
     return q.astype(jnp.float32) == kv.astype(jnp.float32)
 
@@ -119,22 +103,10 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from kernels that pad ids with the largest integer",
     ),
     _bug(
-        "segments-in-int16",
-        _segments(_sixteen_bits),
-        kind="seg.width",
-        reference="inferred from vllm-ascend issue 16775, where a width of an index is mistaken",
-    ),
-    _bug(
         "segments-compared-in-f32",
         _segments(_in_f32),
         kind="seg.width",
         reference="inferred from kernels that hold ids as floats",
-    ),
-    _bug(
-        "segments-found-by-bisection",
-        _segments(_by_search),
-        kind="seg.sorted",
-        reference="inferred from packing where ids only grow",
     ),
     _bug(
         "segments-blocks-skipped-by-first-and-last",

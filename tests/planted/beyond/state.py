@@ -55,19 +55,6 @@ def _kept(operand: str) -> Kernel:
     return kernel
 
 
-def _window_by_lengths() -> Kernel:
-    """Masks are kept by the lengths that they are for."""
-    kept: dict[tuple[int, int], Any] = {}
-
-    def kernel(arrays: Arrays, statics: Statics) -> Any:
-        if statics["window"] is None:
-            return correct(arrays, statics)
-        lengths = arrays["q"].shape[1], arrays["k"].shape[1]
-        return correct(arrays, {**statics, "window": kept.setdefault(lengths, statics["window"])})
-
-    return kernel
-
-
 def _cap_by_whole_number() -> Kernel:
     """Kernels are kept by all that is static, the soft cap as a whole number."""
     kept: dict[str, float] = {}
@@ -81,22 +68,6 @@ def _cap_by_whole_number() -> Kernel:
     return kernel
 
 
-def _causal_of_first_length() -> Kernel:
-    """The causal mask is made once; beyond the lengths of the first call it hides nothing."""
-    made: list[tuple[int, int]] = []
-
-    def kernel(arrays: Arrays, statics: Statics) -> Any:
-        if not statics["causal"]:
-            return correct(arrays, statics)
-        t, s = arrays["q"].shape[1], arrays["k"].shape[1]
-        made.append((t, s))
-        i, j = jnp.arange(t)[:, None], jnp.arange(s)[None]
-        mask = ((j <= i) | (i >= made[0][0]) | (j >= made[0][1]))[None, None]
-        return correct({**arrays, "mask": mask & arrays.get("mask", True)}, {**statics, "causal": False})
-
-    return kernel
-
-
 def _by_identity(operand: str) -> Kernel:
     """The copy of a NumPy operand on the device is kept by the identity of the array."""
     kept: dict[int, tuple[Any, Any]] = {}
@@ -106,19 +77,6 @@ def _by_identity(operand: str) -> Kernel:
             return correct(arrays, statics)
         _, there = kept.setdefault(id(given), (given, jnp.array(given)))
         return correct({**arrays, operand: there}, statics)
-
-    return kernel
-
-
-def _right_by_left() -> Kernel:
-    """Outside `jit`, the right side of a window is kept by the left one."""
-    kept: dict[int | None, int | None] = {}
-
-    def kernel(arrays: Arrays, statics: Statics) -> Any:
-        if statics["window"] is None or not _eager(arrays):
-            return correct(arrays, statics)
-        left, right = statics["window"]
-        return correct(arrays, {**statics, "window": (left, kept.setdefault(left, right))})
 
     return kernel
 
@@ -244,13 +202,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=lambda case: case.mask not in ("full", "causal"),
     ),
     _kept_bug(
-        "eager-segment-ids-kept-by-shape",
-        lambda: _kept("segment_ids"),
-        kind="state.kept",
-        reference="inferred from Model-Optimizer PR 1343",
-        trigger=has("segment_ids"),
-    ),
-    _kept_bug(
         "eager-bias-kept-by-shape",
         lambda: _kept("bias"),
         kind="state.kept",
@@ -272,36 +223,10 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=has("soft_cap"),
     ),
     _kept_bug(
-        "window-kept-by-lengths",
-        _window_by_lengths,
-        kind="state.kept",
-        reference="inferred from rotary-embedding-torch issue 11, a table kept by length alone",
-        trigger=has("window"),
-    ),
-    _kept_bug(
-        "causal-mask-of-the-first-length",
-        _causal_of_first_length,
-        kind="state.kept",
-        reference="xformers PR 660, issue 655; xformers PR 66",
-        trigger=has("causal"),
-    ),
-    _kept_bug(
-        "numpy-keys-kept-by-identity",
-        functools.partial(_by_identity, "k"),
-        kind="state.identity",
-        reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
-    ),
-    _kept_bug(
         "numpy-mask-kept-by-identity",
         functools.partial(_by_identity, "mask"),
         kind="state.identity",
         reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
-    ),
-    _kept_bug(
-        "right-side-kept-by-the-left-one",
-        _right_by_left,
-        kind="state.kept",
-        reference="inferred from tables of masks that are kept by a part of what they depend on",
     ),
     _kept_bug(
         "eager-bias-told-by-its-first-row",

@@ -20,8 +20,6 @@ from tests.planted.planting.triggers import both, has, one_query
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
 
 _FAMILY = "unseen"
-_SPLITS = 4
-_LONG = 256
 _BLOCK = 64
 # A weight, of the largest in its row, that is left out.
 _NOTHING = 1e-9
@@ -37,14 +35,6 @@ def _seen(arrays: Arrays, statics: Statics, seen: Array) -> Any:
     """The correct result under a mask that also hides the pairs `~seen`, `[T, S]`, `[1, S]` or with all four axes."""
     seen = seen[None, None] if seen.ndim == 2 else seen
     return correct({**arrays, "mask": arrays["mask"] & seen if "mask" in arrays else seen}, statics)
-
-
-def _splits_drop_the_rest(arrays: Arrays, statics: Statics) -> Any:
-    """One query reads a long cache in four splits of `S // 4` keys."""
-    kv_length = arrays["k"].shape[1]
-    if arrays["q"].shape[1] > 1 or kv_length < _LONG:
-        return correct(arrays, statics)
-    return _seen(arrays, statics, (jnp.arange(kv_length) < kv_length // _SPLITS * _SPLITS)[None])
 
 
 def _last_block_ahead_floored(arrays: Arrays, statics: Statics) -> Any:
@@ -200,15 +190,6 @@ _ALL = ("out", "logsumexp", "dq", "dk", "dv")
 _PAGES = ("out", "logsumexp")
 
 BUGS: tuple[PlantedBug, ...] = (
-    planted(
-        "splits-of-a-cache-drop-the-rest",
-        _splits_drop_the_rest,
-        family=_FAMILY,
-        kind="splitkv.rest",
-        reference="inferred from jax b8b9f2bc33 (bounds rounded down), for splits of a cache",
-        shows=("out", "logsumexp"),
-        trigger=both(one_query, lambda case: case.kv_length >= _LONG and case.kv_length % _SPLITS > 0),
-    ),
     planted(
         "last-block-ahead-of-a-wide-window-floored",
         _last_block_ahead_floored,

@@ -73,11 +73,6 @@ def _dlse_if_large(do: Array, dlse: Array, saved: Saved) -> tuple[Array, Array]:
 # Rows of zeros.
 
 
-def _padding_queries_by_zeros(out: Array, call: Call) -> Array:
-    there = (call.q != 0).any(axis=-1, keepdims=True)
-    return jnp.where(there, out, 0).astype(call.q.dtype)
-
-
 def _mask_without_zero_keys(mask: Mask, call: Call) -> Array:
     """Keys of nothing but zeros are taken for padding."""
     there = (call.k != 0).any(axis=(2, 3))[:, None, None]
@@ -226,13 +221,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq dk",
         trigger=trains(),
         back=BackwardSteps(cotangents=_dlse_if_large),
-    ),
-    _bug(
-        "queries-of-zeros-are-padding",
-        kind="values.zero-rows",
-        reference="inferred from Keras' masking, where a vector of zeros is no time step",
-        shows="out",
-        steps=PlainSteps(out=_padding_queries_by_zeros),
     ),
     _bug(
         "keys-of-zeros-are-padding",

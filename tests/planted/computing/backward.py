@@ -47,11 +47,6 @@ def _logits_with(products: jax.Array, block: Block, fields: dict[str, Any]) -> _
     return logits(products, dataclasses.replace(block, call=call, **rest))
 
 
-def _slope_plus(products: jax.Array, block: Block) -> _Z:
-    z, slope = logits(products, block)
-    return z, 2 - slope
-
-
 def _slope_of_uncapped(products: jax.Array, block: Block) -> _Z:
     """`1 - tanh(x)^2`, without the division by the cap."""
     z, slope = logits(products, block)
@@ -130,14 +125,6 @@ BUGS: tuple[PlantedBug, ...] = (
         logits_again=_changed(bias=None),
     ),
     _bug(
-        name="bwd-recomputes-without-scale",
-        kind="bwd.sm120-scale-none",
-        reference="flash-attn PR 2657",
-        shows=_ALL,
-        trigger=train,
-        logits_again=_changed(scale=1.0),
-    ),
-    _bug(
         name="bwd-recomputes-without-mask",
         kind="bwd.noncausal-masked",
         reference="inferred from triton#5660",
@@ -194,14 +181,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_DQ_DK,
         trigger=_with_cap,
         dx=lambda dz, slope, z, block: jnp.where(block.visible, dz, 0),
-    ),
-    _bug(
-        name="bwd-cap-derivative-with-plus",
-        kind="cap.bwd-sign",
-        reference="inferred from flash-attn PR 1033",
-        shows=_DQ_DK,
-        trigger=_with_cap,
-        logits_again=lambda products, block: _slope_plus(products, block),
     ),
     _bug(
         name="bwd-cap-derivative-of-uncapped",

@@ -21,7 +21,6 @@ from tests.planted.planting.block_triggers import (
     mixed,
     only_whole_tiles,
     several_blocks,
-    whole_tile,
 )
 from tests.planted.planting.blockwise import planted
 from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
@@ -70,16 +69,6 @@ def _by_top_right(tiles: jax.Array) -> jax.Array:
 
 def _by_diagonal_corners(tiles: jax.Array) -> jax.Array:
     return jnp.where(tiles[..., 0, 0] & tiles[..., -1, -1], FULL, classify(tiles))
-
-
-def _empty_by_bottom_left(tiles: jax.Array) -> jax.Array:
-    """Right for causal masks, whose other cells follow from that corner."""
-    return jnp.where(tiles[..., -1, 0], classify(tiles), EMPTY)
-
-
-def _empty_by_corners(tiles: jax.Array) -> jax.Array:
-    corners = tiles[..., :: BLOCK_Q - 1, :: BLOCK_KV - 1]
-    return jnp.where(corners.any(axis=(-2, -1)), classify(tiles), EMPTY)
 
 
 def _no_list_without_partial(kinds: jax.Array, call: Call) -> jax.Array:
@@ -188,22 +177,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kinds=lambda kinds, call: jnp.where(kinds == PARTIAL, FULL, kinds),
     ),
     _bug(
-        name="block-empty-by-bottom-left-cell",
-        kind="I.full-as-partial-empty",
-        reference="inferred from tokamax 620ac16",
-        shows=_SHOWS,
-        trigger=lambda case: whole_tile(case) and ("window" in case.mask or "dense" in case.mask),
-        classify=_empty_by_bottom_left,
-    ),
-    _bug(
-        name="block-empty-by-corners",
-        kind="I.full-as-partial-empty",
-        reference="inferred from tokamax 620ac16",
-        shows=_SHOWS,
-        trigger=lambda case: whole_tile(case) and ("window" in case.mask or "dense" in case.mask),
-        classify=_empty_by_corners,
-    ),
-    _bug(
         name="block-empty-if-partial",
         kind="I.full-as-partial-empty",
         reference="inferred from tokamax 620ac16",
@@ -250,14 +223,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_SHOWS,
         trigger=masked,
         kinds=lambda kinds, call: jnp.where(_first_active(kinds), FULL, kinds),
-    ),
-    _bug(
-        name="block-last-tile-unmasked",
-        kind="mask.dyngrid-pad0",
-        reference="inferred from tokamax 9ddc1b0",
-        shows=_SHOWS,
-        trigger=masked,
-        kinds=lambda kinds, call: jnp.where(_last_active(kinds), FULL, kinds),
     ),
     _bug(
         name="block-corner-tile-skipped",

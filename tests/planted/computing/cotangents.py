@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import (
@@ -33,17 +32,6 @@ def _delta_wrong_head(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
 def _delta_first_row(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
     d = delta(out, do, call)
     return jnp.broadcast_to(d[:1], d.shape)
-
-
-def _delta_rounded(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
-    """Products and running sum in the operands' dtype."""
-
-    def add(total: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + terms[0] * terms[1], None
-
-    columns = (jnp.moveaxis(out.astype(do.dtype), -1, 0), jnp.moveaxis(do, -1, 0))
-    total, _ = lax.scan(add, jnp.zeros(do.shape[:-1], do.dtype), columns)
-    return total.astype(jnp.float32)
 
 
 def _delta_half(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
@@ -166,14 +154,6 @@ BUGS: tuple[PlantedBug, ...] = (
         dp=lambda do, v, block: product("bkgtv,bksv->bkgts", to_bf16(do), v),
     ),
     _bug(
-        name="bwd-saves-out-in-bf16",
-        kind="I.delta-lowp",
-        reference="inferred from arXiv 2510.04212",
-        shows=_DQ_DK,
-        trigger=lambda case: train(case) and case.dtype == "f32",
-        saved=lambda out, lse, operands: (to_bf16(out), lse),
-    ),
-    _bug(
         name="bwd-saves-logsumexp-in-bf16",
         kind="residual.dtype",
         reference="jax 178e622ef1",
@@ -196,14 +176,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_DQ_DK,
         trigger=train,
         dlse=jnp.zeros_like,
-    ),
-    _bug(
-        name="bwd-dlse-negated",
-        kind="cotangent.dstats-drop",
-        reference="inferred from tokamax 62aeeb2",
-        shows=_DQ_DK,
-        trigger=train,
-        dlse=jnp.negative,
     ),
     _bug(
         name="bwd-dlse-base-2",

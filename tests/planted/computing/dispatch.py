@@ -182,14 +182,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(has("scale"), _is_long),
     ),
     _bug(
-        "dispatch-one-query-route-drops-scale",
-        _on(_one_query, _without_static(scale=None)),
-        kind="scale.dropped",
-        reference="jax 916e53a8a2",
-        shows=("out", "logsumexp"),
-        trigger=both(has("scale"), lambda case: case.q_length == 1),
-    ),
-    _bug(
         "dispatch-unequal-route-aligns-causal-at-the-end",
         _on(_unequal, _aligned_at_the_end),
         kind="causal.alignment",

@@ -98,14 +98,6 @@ BUGS: tuple[PlantedBug, ...] = (
         add_total=_total_without_last,
     ),
     _bug(
-        name="total-restarts-in-every-block",
-        kind="I.alpha-missing",
-        reference="inferred from TileOPs PR 1511",
-        shows=_OUT,
-        trigger=several_blocks,
-        add_total=lambda total, alpha, weights, block: weights.sum(axis=-1),
-    ),
-    _bug(
         name="acc-restarts-in-every-block",
         kind="I.alpha-missing",
         reference="inferred from TileOPs PR 1511",

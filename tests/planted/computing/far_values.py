@@ -13,8 +13,8 @@ from tests.bank import PlantedBug
 from tests.planted.planting import blockwise, plain
 from tests.planted.planting.layout import BLOCK_KV, EMPTY
 from tests.planted.planting.plain import Array, Call, PlainSteps, with_sinks
-from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero
-from tests.planted.planting.triggers import both, one_query
+from tests.planted.planting.steps import Block, Running, finite_or_zero
+from tests.planted.planting.triggers import both
 
 _FAMILY = "far values"
 _blockwise = functools.partial(blockwise.planted, family=_FAMILY)
@@ -28,12 +28,6 @@ def _low(case: Case) -> bool:
 
 def _first_block_hidden(case: Case) -> bool:
     return case.bias == "biasfirst" and case.kv_length > 2 * BLOCK_KV
-
-
-def _floored_at_zero(state: Running, z: Array, block: Block) -> Array:
-    """Begin the maximum at zero, in a path for one query."""
-    top = jnp.maximum(state.pivot, z.max(axis=-1))
-    return jnp.maximum(top, 0) if block.call.q_length == 1 else top
 
 
 def _floored_over_caches(top: Array, sinks: Array | None, call: Call) -> Array:
@@ -56,25 +50,12 @@ def _sinks_in_base_two(top: Array, sinks: Array | None, call: Call) -> Array:
     return with_sinks(top, in_base_two / jnp.float32(_LOG2E), call)
 
 
-def _sinks_clipped(state: Running, sinks: Array) -> Running:
-    """Clip sinks to the range of f16."""
-    return add_sink(state, jnp.clip(sinks, -65504, 65504))
-
-
 def _nan_by_zero(out: Array, call: Call) -> Array:
     """Replace rows of NaN by zeros, as if they had no keys, unless there are sinks."""
     return (out if call.sinks is not None else jnp.nan_to_num(out, nan=0.0)).astype(call.q.dtype)
 
 
 BUGS: tuple[PlantedBug, ...] = (
-    _blockwise(
-        name="maximum-from-zero-for-one-query",
-        kind="softmax.max-init",
-        reference="inferred from HabanaAI/vllm-fork issue 275, in a path for decoding alone",
-        shows=("out", "out_with_residuals", "logsumexp"),
-        trigger=both(_low, one_query),
-        pivot=_floored_at_zero,
-    ),
     _plain(
         "maximum-from-minus-1e4-over-longer-keys",
         kind="softmax.max-init",
@@ -98,14 +79,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out logsumexp",
         trigger=lambda case: case.sinks == EXTREME,
         steps=PlainSteps(pivot=_sinks_in_base_two),
-    ),
-    _blockwise(
-        name="sinks-clipped-to-the-range-of-f16",
-        kind="sinks.range",
-        reference="inferred from transformers' clamps to the range of f16",
-        shows=("logsumexp",),
-        trigger=lambda case: case.sinks == EXTREME,
-        add_sink=_sinks_clipped,
     ),
     _plain(
         "nan-rows-are-zeros-without-sinks",

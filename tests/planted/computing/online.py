@@ -19,7 +19,7 @@ from tests.planted.planting.block_triggers import (
 )
 from tests.planted.planting.blockwise import planted
 from tests.planted.planting.layout import BLOCK_KV, EMPTY
-from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero, keep, product, to_bf16
+from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero, keep, to_bf16
 
 _bug = functools.partial(planted, family="online softmax")
 _OUT = ("out", "out_with_residuals", "logsumexp")
@@ -32,29 +32,8 @@ def _rescale(old: jax.Array, shift: jax.Array) -> jax.Array:
     return jnp.exp(old - shift)
 
 
-def _is_last(block: Block) -> jax.Array:
-    return block.index == block.call.kv_blocks - 1
-
-
-def _select(condition: jax.Array, yes: Running, no: Running) -> Running:
-    """By row, `condition [b, k, g, T]`."""
-    acc = jnp.where(condition[..., None], yes.acc, no.acc)
-    pivot, total, top = (
-        jnp.where(condition, a, b) for a, b in ((yes.pivot, no.pivot), (yes.total, no.total), (yes.top, no.top))
-    )
-    return Running(pivot, total, acc, top)
-
-
-def _inverted(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
-    return jnp.where(old == -jnp.inf, 0.0, jnp.exp(shift - old))
-
-
 def _skipped_when_small(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
     return jnp.where(shift - old < _SMALL_RISE, 1.0, _rescale(old, shift))
-
-
-def _skipped_at_last(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
-    return jnp.where(_is_last(block), 1.0, _rescale(old, shift))
 
 
 def _skipped_past_512(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
@@ -73,13 +52,6 @@ def _sink_in_every_block(state: Running, sinks: jax.Array | None, block: Block) 
     return state if sinks is None else add_sink(state, sinks)
 
 
-def _sink_with_first_block(state: Running, sinks: jax.Array | None, block: Block) -> Running:
-    if sinks is None:
-        return state
-    visited = (block.index == 0) & (block.kind_by_row[..., 0] != EMPTY)
-    return _select(visited, add_sink(state, sinks), state)
-
-
 def _frozen(state: Running, z: jax.Array, block: Block) -> jax.Array:
     return jnp.where(block.index == 0, z.max(axis=-1), state.pivot)
 
@@ -96,35 +68,7 @@ def _guarded_later(pivot: jax.Array, state: Running, block: Block) -> jax.Array:
     return jnp.where(block.index > 0, finite_or_zero(pivot), pivot)
 
 
-def _update(weights: jax.Array, v: jax.Array) -> jax.Array:
-    return product("bkgts,bksv->bkgtv", weights.astype(v.dtype), v)
-
-
 BUGS: tuple[PlantedBug, ...] = (
-    _bug(
-        name="rescale-missing",
-        kind="I.alpha-missing",
-        reference="inferred from TileOPs PR 1511",
-        shows=_OUT,
-        trigger=several_blocks,
-        alpha=lambda old, shift, block: jnp.ones_like(old),
-    ),
-    _bug(
-        name="rescale-missing-on-acc",
-        kind="I.alpha-on-l-only",
-        reference="inferred from TileOPs PR 1511",
-        shows=("out",),
-        trigger=several_blocks,
-        add_weights=lambda acc, alpha, weights, v, block: acc + _update(weights, v),
-    ),
-    _bug(
-        name="rescale-missing-on-total",
-        kind="I.alpha-on-l-only",
-        reference="inferred from TileOPs PR 1511",
-        shows=_OUT,
-        trigger=several_blocks,
-        add_total=lambda total, alpha, weights, block: total + weights.sum(axis=-1),
-    ),
     _bug(
         name="rescale-twice-on-total",
         kind="I.alpha-on-l-only",
@@ -132,14 +76,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_OUT,
         trigger=several_blocks,
         add_total=lambda total, alpha, weights, block: total * alpha * alpha + weights.sum(axis=-1),
-    ),
-    _bug(
-        name="rescale-inverted",
-        kind="I.alpha-missing",
-        reference="inferred from TileOPs PR 1511",
-        shows=_OUT,
-        trigger=several_blocks,
-        alpha=_inverted,
     ),
     _bug(
         name="rescale-base-2",
@@ -174,14 +110,6 @@ BUGS: tuple[PlantedBug, ...] = (
         alpha=_skipped_when_small,
     ),
     _bug(
-        name="rescale-missing-at-last-block",
-        kind="I.alpha-missing",
-        reference="inferred from TileOPs PR 1511",
-        shows=_OUT,
-        trigger=several_blocks,
-        alpha=_skipped_at_last,
-    ),
-    _bug(
         name="rescale-missing-past-512",
         kind="I.alpha-missing",
         reference="inferred from TileOPs PR 1511",
@@ -212,15 +140,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_OUT,
         trigger=lambda case: bool(case.sinks) and several_blocks(case),
         between=_sink_in_every_block,
-        add_sink=keep,
-    ),
-    _bug(
-        name="block-sink-lost-with-first-block",
-        kind="sink.splitkv-count",
-        reference="rocm-libraries PR 12229",
-        shows=_OUT,
-        trigger=lambda case: bool(case.sinks) and (late_start(case) or empty_rows(case)),
-        between=_sink_with_first_block,
         add_sink=keep,
     ),
     _bug(
@@ -262,14 +181,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_OUT,
         trigger=lambda case: case.distribution == "huge",
         start=_low_start,
-    ),
-    _bug(
-        name="pivot-unguarded",
-        kind="nan.m-minus-m",
-        reference="vllm#48364",
-        shows=_OUT,
-        trigger=late_start,
-        shift=lambda pivot, state, block: pivot,
     ),
     _bug(
         name="pivot-guarded-in-first-block-only",

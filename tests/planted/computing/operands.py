@@ -30,26 +30,13 @@ def _dsinks_shared(sinks: jax.Array, lse: jax.Array, delta: jax.Array, dlse: jax
     return jnp.broadcast_to(total.sum(), total.shape)
 
 
-def _mean(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
-    return dx.mean(axis=broadcast_axes(block), keepdims=True)
-
-
 def _first_of_batch(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
     axes = broadcast_axes(block)
     return (dx[:1] if 0 in axes else dx).sum(axis=axes, keepdims=True)
 
 
-def _first_head(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
-    axes = broadcast_axes(block)
-    return (dx[:, :1, :1] if {1, 2} <= set(axes) else dx).sum(axis=axes, keepdims=True)
-
-
 def _scaled(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
     return dx.sum(axis=broadcast_axes(block), keepdims=True) * block.call.scale
-
-
-def _before_cap(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
-    return dz.sum(axis=broadcast_axes(block), keepdims=True)
 
 
 def _no_gradient(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
@@ -64,14 +51,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("dsinks",),
         trigger=_sinks,
         dsinks=lambda sinks, lse, delta, dlse: jnp.zeros_like(sinks[:, 0]),
-    ),
-    _bug(
-        name="bwd-dsinks-negated",
-        kind="sink.dsign",
-        reference="inferred from flash-attn PR 2706",
-        shows=("dsinks",),
-        trigger=_sinks,
-        dsinks=lambda sinks, lse, delta, dlse: -dsinks(sinks, lse, delta, dlse),
     ),
     _bug(
         name="bwd-dsinks-without-dlse",
@@ -106,14 +85,6 @@ BUGS: tuple[PlantedBug, ...] = (
         dsinks=_dsinks_rounded,
     ),
     _bug(
-        name="bwd-dbias-mean-over-broadcast",
-        kind="bias.order-of-ops",
-        reference="HKUSTDial PR 199",
-        shows=("dbias",),
-        trigger=lambda case: train(case) and case.bias in ("biashead", "biaskey"),
-        dbias=_mean,
-    ),
-    _bug(
         name="bwd-dbias-of-first-batch-row",
         kind="bias.order-of-ops",
         reference="HKUSTDial PR 199",
@@ -122,28 +93,12 @@ BUGS: tuple[PlantedBug, ...] = (
         dbias=_first_of_batch,
     ),
     _bug(
-        name="bwd-dbias-of-first-head",
-        kind="bias.order-of-ops",
-        reference="HKUSTDial PR 199",
-        shows=("dbias",),
-        trigger=lambda case: train(case) and case.bias == "biaskey",
-        dbias=_first_head,
-    ),
-    _bug(
         name="bwd-dbias-scaled",
         kind="bias.order-of-ops",
         reference="inferred from HKUSTDial PR 199",
         shows=("dbias",),
         trigger=lambda case: train(case) and case.bias is not None,
         dbias=_scaled,
-    ),
-    _bug(
-        name="bwd-dbias-before-cap",
-        kind="cap.bwd-missing",
-        reference="inferred from tokamax PR 1121",
-        shows=("dbias",),
-        trigger=lambda case: train(case) and case.bias is not None and case.soft_cap is not None,
-        dbias=_before_cap,
     ),
     _bug(
         name="bwd-dbias-zero",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages, several, windowed
-from tests.planted.planting.source_change import Change, changed
+from tests.planted.planting.source_change import Change, build_changed
 
 
 def _grouped(case: Case) -> bool:
@@ -30,12 +29,7 @@ def _with_sinks(case: Case) -> bool:
     return in_pages(case) and "sinks" in case.features
 
 
-def _build(name: str, change: Change) -> Implementation:
-    package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.build_implementation(name, backend="gpu")
-    return found
-
-
+_build = functools.partial(build_changed, "impls.paged", "build_implementation", backend="gpu")
 _bug = functools.partial(
     stored_bug.bug, family="paged gpu", build=_build, shows="out logsumexp max_logits", trigger=in_pages
 )

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages, several, windowed
-from tests.planted.planting.source_change import Change, changed
+from tests.planted.planting.source_change import Change, build_changed
 
-
-def _build(name: str, change: Change) -> Implementation:
-    package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.build_implementation(name, backend="tpu")
-    return found
-
-
+_build = functools.partial(build_changed, "impls.paged", "build_implementation", backend="tpu")
 _bug = functools.partial(stored_bug.bug, family="paged tpu", build=_build, trigger=in_pages)
 
 BUGS: tuple[PlantedBug, ...] = (

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.latent import in_pages, turned
-from tests.planted.planting.source_change import Change, changed
+from tests.planted.planting.source_change import Change, build_changed
 from tests.planted.planting.triggers import both
 
 
@@ -22,12 +21,7 @@ def _several_blocks(case: Case) -> bool:
     return in_pages(case) and max(case.kv_lengths) > 48
 
 
-def _build(name: str, change: Change) -> Implementation:
-    package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.build_latent_implementation(name, backend="tpu")
-    return found
-
-
+_build = functools.partial(build_changed, "impls.paged", "build_latent_implementation", backend="tpu")
 _bug = functools.partial(
     stored_bug.bug, family="paged tpu latents", build=_build, shows="out logsumexp max_logits", trigger=in_pages
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
-from tests.planted.planting.source_change import Change, changed
+from tests.planted.planting.source_change import Change, build_changed
 
 
 def _scaled(case: Case) -> bool:
@@ -27,12 +26,7 @@ def _capped(case: Case) -> bool:
     return _scaled(case) and case.soft_cap is not None
 
 
-def _build(name: str, change: Change) -> Implementation:
-    package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.build_quantized_tpu_implementation(name)
-    return found
-
-
+_build = functools.partial(build_changed, "impls.paged", "build_quantized_tpu_implementation")
 _bug = functools.partial(
     stored_bug.bug, family="paged tpu scales", build=_build, shows="out logsumexp max_logits", trigger=_scaled
 )

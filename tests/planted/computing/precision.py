@@ -153,22 +153,6 @@ BUGS: tuple[PlantedBug, ...] = (
     _declared_tf32("output-two-percent-too-large-in-tf32", "out", out=1.02),
     _declared_tf32("dq-five-percent-too-large-in-tf32", "dq", dq=1.05),
     _bug(
-        "operands-rounded-to-bf16",
-        kind="tf32.dot",
-        reference="inferred from triton_docs_tutorials issue 6",
-        shows=_FORWARD,
-        trigger=_single,
-        steps=PlainSteps(operands=lambda q, k, v, call: (_bf16(q), _bf16(k), _bf16(v))),
-    ),
-    _bug(
-        "first-product-in-tf32",
-        kind="tf32.dot",
-        reference="inferred from triton_docs_tutorials issue 6",
-        shows=_FORWARD,
-        trigger=_single,
-        steps=PlainSteps(products=lambda q, k, call: _tf32_products("btnh,bsnh->bnts")(q, k)),
-    ),
-    _bug(
         "second-product-in-tf32",
         kind="tf32.dot",
         reference="inferred from triton_docs_tutorials issue 6",
@@ -186,13 +170,6 @@ BUGS: tuple[PlantedBug, ...] = (
             dq=lambda dx, saved: saved.scale * _tf32_products("bnts,bsnh->btnh")(dx, saved.forward.k),
             dk=lambda dx, saved: saved.scale * _tf32_products("bnts,btnh->bsnh")(dx, saved.call.q),
         ),
-    ),
-    _bug(
-        "logits-rounded-to-bf16",
-        kind="precision.lowp-stats",
-        reference="MaxText commit fbef426f5",
-        shows=_FORWARD,
-        steps=PlainSteps(scaled=lambda products, scale, call: _bf16(scale * products)),
     ),
     _bug(
         "logits-rounded-to-operands",
@@ -267,14 +244,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out",
         trigger=sixteen_bits,
         steps=PlainSteps(out=lambda out, call: out),
-    ),
-    _bug(
-        "cotangent-rounded-to-bf16",
-        kind="dtype.bwd-inconsistent",
-        reference="inferred from jax issue 24047",
-        shows="dq dk dv",
-        trigger=both(_single, trains()),
-        back=BackwardSteps(cotangents=lambda do, dlse, saved: (_bf16(do), dlse)),
     ),
     _bug(
         "dx-rounded-to-bf16",

@@ -15,14 +15,12 @@ from tests.planted.planting.plain import (
     Call,
     PlainSteps,
     capped,
-    default_scale,
     hidden,
     log_of_sum,
     nonzero,
     planted,
-    stop,
 )
-from tests.planted.planting.triggers import both, empty_rows, has, masked, one_query, sixteen_bits, trains
+from tests.planted.planting.triggers import empty_rows, has, masked, sixteen_bits, trains
 
 _bug = functools.partial(planted, "residuals")
 _Change = Callable[[Array, Call], Array]
@@ -130,14 +128,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=_logsumexp(_packed_rows),
     ),
     _bug(
-        "logsumexp-of-packed-rows-in-decode",
-        kind="splitkv.lse-layout",
-        reference="vllm-project/flash-attention PR 87",
-        shows="logsumexp",
-        trigger=both(has("gqa"), one_query),
-        steps=_logsumexp(lambda lse, call: _packed_rows(lse, call) if call.q_length == 1 else lse),
-    ),
-    _bug(
         "logsumexp-rows-first",
         kind="splitkv.lse-layout",
         reference="inferred from vllm-project/flash-attention PR 87",
@@ -160,22 +150,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="logsumexp",
         trigger=empty_rows,
         steps=_logsumexp(lambda lse, call: jnp.maximum(lse, -2e38)),
-    ),
-    _bug(
-        "logsumexp-of-empty-rows-zero",
-        kind="lse.masked-row",
-        reference="inferred from flash-attention PR 2706",
-        shows="logsumexp",
-        trigger=empty_rows,
-        steps=_logsumexp(lambda lse, call: jnp.where(jnp.isfinite(lse), lse, 0)),
-    ),
-    _bug(
-        "logsumexp-without-gradient",
-        kind="cotangent.dstats-drop",
-        reference="jax commit 178e622ef1; flash-attention issues 141, 889, 1137",
-        shows="dq dk",
-        trigger=trains(),
-        steps=_logsumexp(lambda lse, call: stop(lse)),
     ),
     _bug(
         "cotangent-of-logsumexp-dropped",
@@ -226,13 +200,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=_largest(_without_bias),
     ),
     _bug(
-        "max-logits-before-scale",
-        kind="max.scaled",
-        reference="inferred from QK-Clip statistics taken from the raw product",
-        shows="max_logits",
-        steps=_max_logits(lambda top, call: top / default_scale(call.scale, call)),
-    ),
-    _bug(
         "max-logits-in-base-two",
         kind="max.scaled",
         reference="inferred from tokamax commit aac610a",
@@ -246,14 +213,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="max_logits",
         trigger=has("sinks"),
         steps=_max_logits(_with_sink),
-    ),
-    _bug(
-        "max-logits-of-empty-rows-finite",
-        kind="lse.masked-row",
-        reference="inferred from tokamax commits 8cb7202, 3d8cde0",
-        shows="max_logits",
-        trigger=empty_rows,
-        steps=_max_logits(lambda top, call: jnp.maximum(top, -1e30)),
     ),
     _bug(
         "max-logits-in-operands-dtype",

@@ -11,7 +11,6 @@ from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps,
 from tests.planted.planting.triggers import both, trains
 
 _bug = functools.partial(planted, "softmax")
-_FORWARD = "out logsumexp"
 
 
 def _constant_pivot(top: Array, sinks: Array | None, call: Call) -> Array:

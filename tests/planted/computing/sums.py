@@ -101,10 +101,6 @@ def _whole_lanes(x: jax.Array) -> jax.Array:
     return x.at[..., depth:].set(0)
 
 
-def _by_key_depth(found: Gradients, kinds: jax.Array, call: Call) -> Gradients:
-    return found._replace(v=found.v.at[..., found.q.shape[-1] :].set(0))
-
-
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="bwd-dq-scale-missing",
@@ -179,22 +175,6 @@ BUGS: tuple[PlantedBug, ...] = (
         gradients=lambda found, kinds, call: found._replace(q=_whole_lanes(found.q)),
     ),
     _bug(
-        name="bwd-dk-past-whole-lanes-stale",
-        kind="bwd.hd-nonmult32",
-        reference="flash-attn PR 2698",
-        shows=("dk",),
-        trigger=lambda case: train(case) and case.head_dim % _LANES != 0 and case.head_dim > _LANES,
-        gradients=lambda found, kinds, call: found._replace(k=_whole_lanes(found.k)),
-    ),
-    _bug(
-        name="bwd-dv-by-key-depth",
-        kind="bwd.hdv-extent",
-        reference="native-sparse-attention-triton#27",
-        shows=("dv",),
-        trigger=lambda case: train(case) and case.v_head_dim > case.head_dim,
-        gradients=_by_key_depth,
-    ),
-    _bug(
         name="bwd-dp-by-key-depth",
         kind="bwd.hdv-extent",
         reference="native-sparse-attention-triton#27",
@@ -209,14 +189,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("dv",),
         trigger=train,
         dv=lambda p, do, z, block: _dv(jnp.exp(z - jnp.maximum(z.max(axis=-1, keepdims=True), -1e30)), do),
-    ),
-    _bug(
-        name="bwd-group-last-head-only",
-        kind="bwd.gqa-alias",
-        reference="tokamax 701317b",
-        shows=("dk", "dv"),
-        trigger=grouped,
-        group_sum=lambda x: x[:, :, -1],
     ),
     _bug(
         name="bwd-group-first-head-twice",
@@ -267,14 +239,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("dk", "dv"),
         trigger=lambda case: train(case) and dead_block(case),
         write=lambda tile, block: _unvisited(tile, block, float("nan")),
-    ),
-    _bug(
-        name="bwd-dkv-of-unvisited-block-stale",
-        kind="bwd.empty-kv-tile",
-        reference="tokamax 21fcf2b",
-        shows=("dk", "dv"),
-        trigger=lambda case: train(case) and dead_block(case),
-        write=lambda tile, block: _unvisited(tile, block, 1e-6),
     ),
     _bug(
         name="bwd-dkv-past-512-lost",

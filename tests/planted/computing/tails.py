@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from tests.bank import PlantedBug
 from tests.planted.planting.block_triggers import (
-    empty_rows,
     key_tail,
     kinds,
     query_tail,
@@ -17,7 +16,7 @@ from tests.planted.planting.block_triggers import (
 )
 from tests.planted.planting.blockwise import planted
 from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
-from tests.planted.planting.steps import Outputs, Rows, Running, keep
+from tests.planted.planting.steps import Outputs, Rows, Running
 
 _bug = functools.partial(planted, family="blocks")
 _SHOWS = ("out", "out_with_residuals", "logsumexp", "max_logits", "dq", "dk", "dv")
@@ -65,13 +64,6 @@ def _start_where_first_is_empty(state: Running, kinds: jax.Array, garbage: float
     total = jnp.where(missed, garbage, state.total)
     acc = jnp.where(missed[..., None], garbage, state.acc)
     return Running(jnp.where(missed, 0.0, state.pivot), total, acc, state.top)
-
-
-def _unstored(rows: Rows, kinds: jax.Array, call: Call) -> Rows:
-    """Query tiles without a block keep what was in memory."""
-    dead = _rows_of((kinds == EMPTY).all(axis=0))
-    out = jnp.where(dead[..., None], jnp.nan, rows.out)
-    return rows._replace(out=out, logsumexp=jnp.where(dead, jnp.nan, rows.logsumexp))
 
 
 def _whole_tiles(rows: jax.Array, call: Call) -> jax.Array:
@@ -133,14 +125,6 @@ BUGS: tuple[PlantedBug, ...] = (
         visible=_full_tiles_unbounded,
     ),
     _bug(
-        name="tail-bounded-by-query-length",
-        kind="len.q-ne-kv",
-        reference="jax bd9a10e4eb",
-        shows=_SHOWS,
-        trigger=lambda case: case.q_length < case.kv_length,
-        in_range=lambda rows, columns, call: (rows < call.q_length) & (columns < call.q_length),
-    ),
-    _bug(
         name="block-count-from-query-length",
         kind="len.q-ne-kv",
         reference="jax bd9a10e4eb",
@@ -171,15 +155,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_SHOWS,
         trigger=lambda case: case.kv_length % BLOCK_KV == 1,
         count=lambda call: (call.kv_length + BLOCK_KV - 2) // BLOCK_KV,
-    ),
-    _bug(
-        name="block-start-clamped-for-keys",
-        kind="len.nonmultiple-gpu",
-        reference="inferred from jax#27224",
-        shows=_SHOWS,
-        trigger=lambda case: key_tail(case) and several_blocks(case),
-        key_blocks=_clamped_keys,
-        value_blocks=_clamped_keys,
     ),
     _bug(
         name="block-start-clamped-for-bias",
@@ -226,28 +201,12 @@ BUGS: tuple[PlantedBug, ...] = (
         in_range=_without_boundary,
     ),
     _bug(
-        name="block-state-unset-where-first-block-is-empty",
-        kind="init.masked-store",
-        reference="jax 08c2a36e28",
-        shows=_SHOWS,
-        trigger=lambda case: bool((kinds(case)[..., 0] == EMPTY).any()),
-        start=lambda state, kinds: _start_where_first_is_empty(state, kinds, float("nan")),
-    ),
-    _bug(
         name="block-state-stale-where-first-block-is-empty",
         kind="init.masked-store",
         reference="jax 08c2a36e28",
         shows=_SHOWS,
         trigger=lambda case: bool((kinds(case)[..., 0] == EMPTY).any()),
         start=lambda state, kinds: _start_where_first_is_empty(state, kinds, 0.5),
-    ),
-    _bug(
-        name="block-epilogue-skipped-without-blocks",
-        kind="bwd.init-loop-empty",
-        reference="tokamax bc7a732",
-        shows=("out", "out_with_residuals", "logsumexp"),
-        trigger=empty_rows,
-        store=_unstored,
     ),
     _bug(
         name="tail-rows-unwritten",
@@ -264,14 +223,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("logsumexp",),
         trigger=query_tail,
         store=_residual_tail_unstored,
-    ),
-    _bug(
-        name="tail-rows-of-residuals-kept",
-        kind="pad.q8",
-        reference="tokamax 2a6963a",
-        shows=("logsumexp", "max_logits"),
-        trigger=query_tail,
-        trim=keep,
     ),
     _bug(
         name="block-values-behind-mask-read",

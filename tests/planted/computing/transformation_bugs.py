@@ -179,7 +179,6 @@ def _in_wrong_order(arrays: Arrays, batched: Any, size: int, statics: Statics) -
 
 _LOST = "jax ccabd21084"
 BUGS: tuple[PlantedBug, ...] = (
-    _bug("vmap-drops-soft-cap", _drops("soft_cap"), kind="vmap.param-dropped", reference=_LOST, shows=("out", "dq")),
     _bug("vmap-drops-scale", _drops("scale"), kind="vmap.param-dropped", reference=_LOST, shows=("out", "dq")),
     _bug(
         "vmap-shares-first-sinks",

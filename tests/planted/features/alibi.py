@@ -112,14 +112,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(has("alibi_slopes", "f32"), lambda case: case.kv_length > 256),
     ),
     _bug(
-        "alibi-slope-of-the-kv-head",
-        _SLOPES,
-        "slopes[: plan.num_kv_heads].astype(jnp.float32).reshape(1, plan.num_kv_heads, 1, 1, 1)",
-        kind="alibi.head",
-        reference="vllm issue 9136 (the index of a slope in groups)",
-        trigger=both(_alibi, grouped),
-    ),
-    _bug(
         "alibi-slopes-of-interleaved-heads",
         _SLOPES,
         "slopes.astype(jnp.float32).reshape(1, -1, plan.num_kv_heads, 1, 1).swapaxes(1, 2)",

@@ -48,12 +48,6 @@ def _mean(dx: Array, dz: Array, saved: Saved) -> Array:
     return dx.mean(axis=_broadcast_axes(saved), keepdims=True)
 
 
-def _first(dx: Array, dz: Array, saved: Saved) -> Array:
-    for axis in _broadcast_axes(saved):
-        dx = jnp.take(dx, jnp.array([0]), axis=axis)
-    return dx
-
-
 def _running_sum_in_operands_dtype(dx: Array, dz: Array, saved: Saved) -> Array:
     assert saved.call.bias is not None
     for axis in _broadcast_axes(saved):
@@ -97,14 +91,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(
             bias=lambda bias, call: bias * (call.q.shape[-1] ** -0.5 if call.scale is None else call.scale)
         ),
-    ),
-    _bug(
-        "bias-twice",
-        kind="bias.order-of-ops",
-        reference="inferred from HKUSTDial PR 199",
-        shows=_FORWARD,
-        trigger=_bias,
-        steps=PlainSteps(bias=lambda bias, call: 2 * bias),
     ),
     _bug(
         "bias-read-in-operands-dtype",
@@ -161,14 +147,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dbias",
         trigger=both(_trained, lambda case: case.bias != "bias"),
         back=BackwardSteps(dbias=_mean),
-    ),
-    _bug(
-        "dbias-of-first-along-broadcast-axes",
-        kind="dbias.broadcast",
-        reference="HKUSTDial PR 199",
-        shows="dbias",
-        trigger=both(_trained, lambda case: case.bias != "bias"),
-        back=BackwardSteps(dbias=_first),
     ),
     _bug(
         "dbias-summed-in-operands-dtype",

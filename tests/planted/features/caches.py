@@ -121,11 +121,6 @@ def _shifted(scales: Array) -> Array:
     return jnp.roll(scales, 1, axis=2)
 
 
-def _scale_after_bias(k_scales: Array, v_scales: Array) -> PlainSteps:
-    """The logits are scaled for the cache once the bias is in them."""
-    return PlainSteps(biased=lambda x, bias, call: x + bias * _per_pair(k_scales, call.q.shape[2]))
-
-
 def _cap_before_scale(k_scales: Array, v_scales: Array) -> PlainSteps:
     """The soft cap bends logits that still lack the scale of the cache."""
 
@@ -246,13 +241,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=has("kv_fp8"),
     ),
     _bug(
-        "cache-scale-after-the-bias",
-        CacheSteps(plain=_scale_after_bias),
-        kind="kvscale.order",
-        reference="inferred from TileOPs PR 1511 (units of scaled and raw logits mixed)",
-        trigger=both(_cached, has("bias")),
-    ),
-    _bug(
         "cache-scale-after-the-soft-cap",
         CacheSteps(plain=_cap_before_scale),
         kind="kvscale.order",
@@ -272,13 +260,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="online.scale-mixed-units",
         reference="TileOPs PR 1511",
         shows="max_logits",
-    ),
-    _bug(
-        "cache-dequantised-in-bf16-for-f32",
-        CacheSteps(meant=lambda x, scales: (x * scales[..., None]).astype(jnp.bfloat16).astype(jnp.float32)),
-        kind="kvscale.dtype",
-        reference="inferred from caches dequantised to bf16 whatever the operands",
-        trigger=both(_cached, has("f32")),
     ),
     _bug(
         "cache-out-in-the-stored-range",

@@ -83,11 +83,6 @@ def _no_gradient_from_others(moving: Any, shard: Shard) -> Any:
     return moving if shard.rank == shard.source else jax.lax.stop_gradient(moving)
 
 
-def _value_gradient_of_last_step(moving: Any, shard: Shard) -> Any:
-    k, v = moving
-    return k, (v if shard.rank == shard.source else jax.lax.stop_gradient(v))
-
-
 def _as_wide_as_keys(part: Part, pairs: Any, v: Any, *, depth: int = 48) -> Part:
     """The accumulator is as wide as a narrow key."""
     out = part.out
@@ -208,14 +203,6 @@ BUGS: tuple[PlantedBug, ...] = (
         part=_as_wide_as_keys,
     ),
     _bug(
-        "balanced-queries-masked-in-sequence",
-        kind="cp.local-not-reordered",
-        reference="maxtext b4e047211",
-        shows=("out", "logsumexp"),
-        trigger=_windowed,
-        shard_of_mask=_rows_in_sequence,
-    ),
-    _bug(
         "balanced-keys-masked-in-sequence",
         kind="cp.chunk-not-reordered",
         reference="maxtext 90b0395e1",
@@ -306,14 +293,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("dk", "dv"),
         trigger=trains(),
         moving=_no_gradient_from_others,
-    ),
-    _bug(
-        "ring-value-gradients-of-own-step-only",
-        kind="cp.wrong-grad",
-        reference="inferred from TransformerEngine issue 1557",
-        shows=("dv",),
-        trigger=trains(),
-        moving=_value_gradient_of_last_step,
     ),
     _bug(
         "ring-sink-in-every-step",

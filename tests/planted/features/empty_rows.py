@@ -107,10 +107,6 @@ def _unwritten_if_no_keys(out: Array, call: Call) -> Array:
     return jnp.where(no_keys, jnp.nan, out).astype(call.q.dtype)
 
 
-def _multiplied(x: Array, call: Call) -> Array:
-    return x * seen_keys(call)[..., None]
-
-
 def _unwritten(dx: Array, saved: Saved) -> Array:
     summed = sum_of_group(dx, saved)
     return jnp.where(seen_keys(saved.call)[..., None], summed, jnp.nan)
@@ -283,22 +279,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out dq dk dv",
         trigger=dead_keys,
         steps=PlainSteps(hide_v=keep),
-    ),
-    _bug(
-        "poison-in-keys",
-        kind="nan.masked-v",
-        reference="jax commit 11cf85deb0; pytorch/xla issue 9219",
-        shows="out dq dk dv",
-        trigger=both(dead_keys, trains()),
-        steps=PlainSteps(hide_k=keep),
-    ),
-    _bug(
-        "poison-multiplied-by-mask",
-        kind="nan.masked-v",
-        reference="inferred from jax commit 11cf85deb0",
-        shows="out dq dk dv",
-        trigger=dead_keys,
-        steps=PlainSteps(hide_k=_multiplied, hide_v=_multiplied),
     ),
     _bug(
         "poison-hidden-from-products-only",

@@ -123,13 +123,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from pytorch PR 130076 (five arguments by place)",
     ),
     _bug(
-        "mask-of-query-and-key-swapped",
-        FlexSteps(mask_places=_turned),
-        kind="functions.swapped",
-        reference="inferred from pytorch PR 130076 (four arguments by place)",
-        trigger=masked,
-    ),
-    _bug(
         "score-of-places-within-the-block",
         FlexSteps(score_places=_of_block),
         kind="functions.block-relative",
@@ -137,24 +130,10 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(_score, _several_blocks),
     ),
     _bug(
-        "mask-of-places-within-the-block",
-        FlexSteps(mask_places=_of_block),
-        kind="functions.block-relative",
-        reference="inferred from attention-gym issue 189, likewise",
-        trigger=both(masked, _several_blocks),
-    ),
-    _bug(
         "score-of-hidden-logits",
         FlexSteps(masked=_masked_first(-1e30)),
         kind="functions.order",
         reference="inferred from tokamax PR 1121 (what is hidden is a number before the cap)",
-        trigger=both(masked, _bent),
-    ),
-    _bug(
-        "score-of-minus-infinity",
-        FlexSteps(masked=_masked_first(-jnp.inf)),
-        kind="functions.order",
-        reference="inferred from tokamax PR 1121, with the other number for what is hidden",
         trigger=both(masked, _bent),
     ),
     _bug(
@@ -178,27 +157,12 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from flash-attention PR 2402 (in which units the score comes)",
     ),
     _bug(
-        "score-without-its-derivative",
-        FlexSteps(slope=lambda slope, call: jnp.full_like(slope, call.scale)),
-        kind="functions.backward",
-        reference="flash-attention PR 2402 (the backward pass of a soft cap as a score)",
-        shows="dq dk",
-        trigger=both(has("train"), _bent),
-    ),
-    _bug(
         "score-derivative-of-query-and-key-swapped",
         FlexSteps(slope_places=_turned),
         kind="functions.backward",
         reference="inferred from pytorch PR 130076, in the backward pass alone, whose arguments are written out anew",
         shows="dq dk",
         trigger=both(has("train"), _bent),
-    ),
-    _bug(
-        "mask-of-queries-counted-from-the-end",
-        FlexSteps(mask_places=_from_the_end),
-        kind="functions.offset",
-        reference="inferred from transformers PR 46684 (the offset is added by the function)",
-        trigger=both(masked, has("unequal_lengths")),
     ),
     _bug(
         "functions-of-a-moved-query-in-decode",

@@ -19,7 +19,6 @@ from tests.planted.planting.plain import (
     planted,
     product,
     repeat_heads,
-    sum_of_group,
 )
 from tests.planted.planting.triggers import both, grouped, has, one_query, trains
 
@@ -56,10 +55,6 @@ def _mean_of_group(dx: Array, saved: Saved) -> Array:
     return _by_group(dx, saved).mean(axis=3)
 
 
-def _first_twice(dx: Array, saved: Saved) -> Array:
-    return sum_of_group(dx, saved) + (_by_group(dx, saved)[:, :, :, 0] if saved.call.group > 1 else 0)
-
-
 def _heads_of_mask(index: Callable[[Array, Call], Array]) -> PlainSteps:
     """The kernel in which query heads look up the mask of another head."""
 
@@ -91,12 +86,6 @@ def _columns_past(limit: Callable[[Call], int]) -> Callable[[Array, Saved], Arra
         return jnp.where(jnp.arange(whole.shape[-1]) < limit(saved.call), whole, 0)
 
     return dq
-
-
-def _stale_dv_columns(dv: Array, saved: Saved) -> Array:
-    summed = sum_of_group(dv, saved)
-    depth = summed.shape[-1]
-    return jnp.where(jnp.arange(depth) < max(32, depth // 32 * 32), summed, 0)
 
 
 def _lanes_of_next_head(q: Array, k: Array, call: Call) -> Array:
@@ -171,22 +160,6 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(sum_dk=_last_of_group),
     ),
     _bug(
-        "dv-of-last-head-of-group",
-        kind="bwd.gqa-alias",
-        reference="tokamax commits 701317b, 339f271; levanter issue 449",
-        shows="dv",
-        trigger=_trained_group,
-        back=BackwardSteps(sum_dv=_last_of_group),
-    ),
-    _bug(
-        "first-head-of-group-counted-twice",
-        kind="bwd.gqa-alias",
-        reference="inferred from tokamax commit 701317b",
-        shows="dk dv",
-        trigger=_trained_group,
-        back=BackwardSteps(sum_dk=_first_twice, sum_dv=_first_twice),
-    ),
-    _bug(
         "dkv-averaged-over-group",
         kind="gqa.mean",
         reference="inferred from levanter issue 449",
@@ -249,14 +222,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq",
         trigger=both(trains(), lambda case: case.head_dim > 32 and case.head_dim % 32 != 0),
         back=BackwardSteps(dq=_columns_past(lambda call: max(32, call.q.shape[-1] // 32 * 32))),
-    ),
-    _bug(
-        "dv-columns-past-multiple-of-32-stale",
-        kind="bwd.hd-nonmult32",
-        reference="flash-attention PR 2698, issue 2492, PR 2715",
-        shows="dv",
-        trigger=both(trains(), lambda case: case.v_head_dim > 32 and case.v_head_dim % 32 != 0),
-        back=BackwardSteps(sum_dv=_stale_dv_columns),
     ),
     _bug(
         "padded-depth-reads-next-head",

@@ -20,12 +20,6 @@ _ASKED = "    if logit_scale is not None:\n        factor ="
 _FACTOR = "factor = jnp.asarray(logit_scale, jnp.float32).reshape(num_kv_heads, -1, 1, 1)"
 _APPLIED = "        logits = logits * factor\n"
 _BIASED = "        logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)\n"
-_CAPPED = "    logits = _apply_soft_cap(logits, allowed, soft_cap)  # (2)\n"
-_CAPPED_FIRST = (
-    "    logits = _apply_soft_cap(logits if logit_scale is None else logits / factor, allowed, soft_cap)\n"
-    "    logits = logits if logit_scale is None else logits * factor\n"
-)
-_SCALE = "(1 / math.sqrt(q.shape[-1]) if scale is None else scale)"
 
 
 def _plant(
@@ -56,25 +50,6 @@ def _plant(
 
 BUGS: tuple[PlantedBug, ...] = (
     _plant(
-        "logit-scale-without-gradient",
-        _FACTOR,
-        "factor = lax.stop_gradient(jnp.asarray(logit_scale, jnp.float32)).reshape(num_kv_heads, -1, 1, 1)",
-        kind="logit_scale.gradient",
-        reference="inferred from kernels that take the scale as a constant",
-        shows="dlogit_scale",
-        trigger=trains("logit_scale"),
-    ),
-    _plant(
-        "logit-scale-gradient-not-scaled",
-        _APPLIED,
-        "        moving = (factor - lax.stop_gradient(factor)) / " + _SCALE + "\n"
-        "        logits = logits * lax.stop_gradient(factor) + lax.stop_gradient(logits) * moving\n",
-        kind="logit_scale.gradient",
-        reference="inferred: the gradient of dx by <q, k>, without the fixed scale",
-        shows="dlogit_scale",
-        trigger=both(trains("logit_scale"), lambda case: case.scale != 1),
-    ),
-    _plant(
         "logit-scale-gradient-of-the-first-row",
         _APPLIED,
         "        rows = jnp.arange(logits.shape[0]).reshape(-1, 1, 1, 1, 1)\n"
@@ -94,14 +69,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=trains("logit_scale"),
     ),
     _plant(
-        "logit-scale-after-the-soft-cap",
-        _CAPPED,
-        _CAPPED_FIRST,
-        kind="logit_scale.order",
-        reference="inferred from TransformerEngine PR 3391 (operands before or after the cap, by the path)",
-        trigger=has("logit_scale", "soft_cap"),
-    ),
-    _plant(
         "logit-scale-of-the-bias-too",
         _BIASED,
         "        split = _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)\n"
@@ -111,26 +78,11 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=has("logit_scale", "bias"),
     ),
     _plant(
-        "logit-scale-squared",
-        _FACTOR,
-        _FACTOR.replace("jnp.asarray(logit_scale, jnp.float32)", "jnp.square(jnp.asarray(logit_scale, jnp.float32))"),
-        kind="logit_scale.value",
-        reference="inferred: queries and keys are multiplied by it, each once",
-    ),
-    _plant(
         "logit-scale-exponentiated",
         _FACTOR,
         _FACTOR.replace("jnp.asarray(logit_scale, jnp.float32)", "jnp.exp(jnp.asarray(logit_scale, jnp.float32))"),
         kind="logit_scale.value",
         reference="inferred from Swin v2, whose parameter is the logarithm",
-    ),
-    _plant(
-        "logit-scale-in-place-of-the-scale",
-        _APPLIED,
-        "        logits = logits * factor / " + _SCALE + "\n",
-        kind="logit_scale.value",
-        reference="inferred from Swin v2, whose factor is all there is",
-        trigger=both(_has_logit_scale, lambda case: case.scale != 1),
     ),
     _plant(
         "logit-scale-in-bf16",
@@ -147,14 +99,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="logit_scale.head",
         reference="inferred from vllm issue 9136 (the index of a slope in groups)",
         trigger=both(_has_logit_scale, grouped),
-    ),
-    _plant(
-        "logit-scales-of-interleaved-heads",
-        _FACTOR,
-        "factor = jnp.asarray(logit_scale, jnp.float32).reshape(-1, num_kv_heads, 1, 1).swapaxes(0, 1)",
-        kind="logit_scale.head",
-        reference="inferred from vllm issue 9136",
-        trigger=both(_has_logit_scale, grouped, lambda case: case.num_kv_heads > 1),
     ),
     _plant(
         "logit-scale-of-the-first-head",

@@ -74,11 +74,6 @@ def _sum_not_rescaled(parts: Sequence[Part]) -> Part:
     return found._replace(sum=x.sum.sum(axis=0))
 
 
-def _out_not_rescaled(parts: Sequence[Part]) -> Part:
-    found, x = softmax_merge.merge(parts), _stacked(parts)
-    return found._replace(out=x.out.sum(axis=0))
-
-
 def _sinks_of_the_first_head(sinks: Array, plan: RaggedPlan) -> Array:
     by_kv_head = sinks.reshape(-1, plan.group)
     return jnp.broadcast_to(by_kv_head[:, :1], by_kv_head.shape).reshape(sinks.shape)
@@ -156,10 +151,6 @@ def _normalised(part: Part) -> Part:
     return part._replace(out=jnp.where(part.sum == 0, 0.0, part.out / jnp.where(part.sum == 0, 1.0, part.sum)))
 
 
-def _times_sum(part: Part) -> Part:
-    return part._replace(out=part.out * part.sum)
-
-
 def _turned_round(part: Part) -> Part:
     return part._replace(max=part.sum, sum=part.max)
 
@@ -213,13 +204,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from flash-attn#404",
         shows=("out", "logsumexp"),
         merge=_sum_not_rescaled,
-    ),
-    _bug(
-        "merge-out-not-rescaled",
-        kind="merge.one-sided",
-        reference="inferred from flash-attn#404",
-        shows=("out",),
-        merge=_out_not_rescaled,
     ),
     _bug(
         "merge-rescaled-twice",
@@ -335,13 +319,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="maxtext 211ec5efe",
         shows=("out",),
         returned=_normalised,
-    ),
-    _bug(
-        "parts-times-sum",
-        kind="decode.unnormalised",
-        reference="inferred from maxtext 211ec5efe (out times sum)",
-        shows=("out",),
-        returned=_times_sum,
     ),
     _bug(
         "parts-max-and-sum-exchanged",

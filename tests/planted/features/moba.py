@@ -61,13 +61,6 @@ def _next_at_the_boundary(chunk: Array, own: Array, position: Array, mask: Moba)
     return (chunk * mask.chunk <= position[:, None] + 1) & (chunk != own[:, None])
 
 
-def _at_least_the_last(gates: Array, earlier: Array, others: int, mask: Moba) -> Array:
-    if others == 0:
-        return jnp.zeros(gates.shape, bool)
-    least = -jnp.sort(-gates, axis=-1)[..., min(others, gates.shape[-1]) - 1, None]
-    return (gates >= least) & earlier
-
-
 def _ties_to_the_last(gates: Array, earlier: Array, others: int, mask: Moba) -> Array:
     return highest(gates[..., ::-1], others)[..., ::-1] & earlier
 
@@ -164,14 +157,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="MoBA PR 26; fla PR 845",
         shows=_FORWARD,
         trigger=_one_chunk,
-    ),
-    _bug(
-        "moba-every-tie-taken",
-        correct(MobaSteps(taken=_at_least_the_last)),
-        kind="moba.ties",
-        reference="MoBA issue 23",
-        shows=_FORWARD,
-        trigger=_ties,
     ),
     _bug(
         "moba-ties-to-the-last-chunk",
@@ -282,13 +267,6 @@ BUGS: tuple[PlantedBug, ...] = (
         correct(MobaSteps(means=lambda pieces, mask: pieces.mean(axis=2).astype(jnp.bfloat16).astype(jnp.float32))),
         kind="moba.gate-dtype",
         reference="inferred from contract section 5 (the gate is in f32)",
-        shows=_FORWARD,
-    ),
-    _bug(
-        "moba-gate-of-the-first-key",
-        correct(MobaSteps(means=lambda pieces, mask: pieces[:, :, 0])),
-        kind="moba.pooling",
-        reference="inferred from the pooling choices of block-sparse kernels",
         shows=_FORWARD,
     ),
     _bug(

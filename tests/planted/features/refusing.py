@@ -31,18 +31,6 @@ def _biased(case: Case) -> bool:
     return case.bias is not None
 
 
-def _through_f32(dtypes: tuple[Any, ...]) -> _Call:
-    """Operands of these dtypes are cast to f32, and the result back."""
-
-    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        if getattr(q, "dtype", None) not in dtypes:
-            return attention(q, k, v, **options)
-        found = attention(*(jnp.asarray(x).astype(jnp.float32) for x in (q, k, v)), **options)
-        return jax.tree.map(lambda x: x.astype(q.dtype), found)
-
-    return call
-
-
 def _blocks_before_check(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Block counts from the lengths, before anything is checked."""
     if np.ndim(q) == np.ndim(k) == 4:
@@ -54,13 +42,6 @@ def _shape_before_check(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """A list has no shape."""
     assert len(q.shape) >= 0
     return attention(q, k, v, **options)
-
-
-def _compared_scale(q: Any, k: Any, v: Any, *, scale: Any = None, **options: Any) -> Any:
-    """JAX's own message of a traced number that is compared."""
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    return attention(q, k, v, scale=scale, **options)
 
 
 def _dropped_cap(q: Any, k: Any, v: Any, *, soft_cap: Any = None, **options: Any) -> Any:
@@ -109,29 +90,11 @@ def _with_bias(change: Callable[[Any, Any], Any]) -> _Call:
     return call
 
 
-def _emptied(hidden: Any, q: Any) -> Any:
-    return hidden.all(axis=-1)
-
-
 def _first_block_hidden(hidden: Any, q: Any) -> Any:
     return hidden[..., : max(1, hidden.shape[-1] // 4)].all(axis=-1)
 
 
 BUGS: tuple[PlantedBug, ...] = (
-    _built(
-        "takes-integers-as-numbers",
-        _through_f32((np.int8, np.int32, np.bool_)),
-        kind="refusing.dtype",
-        reference="inferred from jax-ml/jax dot_product_attention, which computes logits in any dtype it is given",
-        shows=("dtype_int8", "dtype_int32", "dtype_bool"),
-    ),
-    _built(
-        "takes-float64-through-float32",
-        _through_f32((np.float64,)),
-        kind="refusing.dtype",
-        reference="inferred from arrays of NumPy, which JAX rounds to f32 without a word",
-        shows=("dtype_float64",),
-    ),
     _built(
         "divides-by-a-length-of-zero",
         _blocks_before_check,
@@ -145,13 +108,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="refusing.type",
         reference="inferred: the shape is read before operands are checked",
         shows=("q_list",),
-    ),
-    _built(
-        "compares-a-traced-scale",
-        _compared_scale,
-        kind="refusing.traced",
-        reference="inferred: a number is compared that is known at run time only",
-        shows=("scale_traced",),
     ),
     _built(
         "leaves-out-a-traced-soft-cap",
@@ -173,13 +129,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="refusing.derivative",
         reference="inferred from Pallas kernels, whose derivative ends in an assertion",
         shows=("second_derivatives",),
-    ),
-    _built(
-        "row-of-infinite-bias-becomes-nan",
-        _with_bias(_emptied),
-        kind="nan.m-minus-m",
-        reference="facebookresearch/xformers#636",
-        shows=("out", "dq"),
     ),
     _built(
         "leading-keys-of-infinite-bias-become-nan",

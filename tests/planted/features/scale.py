@@ -7,7 +7,7 @@ import math
 
 from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, default_scale, planted, product
-from tests.planted.planting.triggers import both, has, one_query, sixteen_bits, trains
+from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 
 _bug = functools.partial(planted, "scale")
 _FORWARD = "out logsumexp max_logits"
@@ -47,14 +47,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=has("scale"),
         steps=PlainSteps(scale=lambda scale, call: _usual(call)),
-    ),
-    _bug(
-        "custom-scale-ignored-in-decode",
-        kind="scale.default-vs-custom",
-        reference="inferred from vllm PR 42580, where a fast path drops a scale",
-        shows=_FORWARD,
-        trigger=both(has("scale"), one_query),
-        steps=PlainSteps(scale=lambda scale, call: default_scale(None if call.q_length == 1 else scale, call)),
     ),
     _bug(
         "custom-scale-ignored-in-backward",
@@ -98,14 +90,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(scaled=lambda products, scale, call: math.log(2) ** 2 * scale * products),
     ),
     _bug(
-        "scale-from-value-depth",
-        kind="scale.default-vs-custom",
-        reference="inferred from native-sparse-attention-triton issue 27, where one depth stands for the other",
-        shows=_FORWARD,
-        trigger=has("v_head_dim"),
-        steps=PlainSteps(scale=lambda scale, call: call.v.shape[-1] ** -0.5 if scale is None else scale),
-    ),
-    _bug(
         "scale-from-padded-depth",
         kind="scale.default-vs-custom",
         reference="inferred from flash-attention PR 2896, where a depth is padded",
@@ -122,14 +106,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=both(sixteen_bits, has("scale")),
         steps=PlainSteps(operands=_scaled_operands, scaled=lambda products, scale, call: products),
-    ),
-    _bug(
-        "dk-not-scaled",
-        kind="scale.dk",
-        reference="inferred from flash-attention PR 2657",
-        shows="dk",
-        trigger=trains(),
-        back=BackwardSteps(dk=lambda dx, saved: product("bnts,btnh->bsnh", dx, saved.call.q)),
     ),
     _bug(
         "dk-scaled-twice",

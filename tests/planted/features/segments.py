@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, planted, same_segment
-from tests.planted.planting.triggers import both, has, one_query, trains
+from tests.planted.planting.triggers import both, has, trains
 
 _bug = functools.partial(planted, "segments")
 _FORWARD = "out logsumexp max_logits"
@@ -42,10 +42,6 @@ def _wildcard(q_ids: Array, kv_ids: Array, call: Call) -> Array:
     return same_segment(q_ids, kv_ids, call) | (q_ids < 0)[:, None, :, None]
 
 
-def _mask_alone_if_any(mask: Array, segments: Array, call: Call) -> Array:
-    return jnp.where(mask.all(), segments, mask)
-
-
 def _p_without_segments(saved: Saved) -> Array:
     call = saved.call
     mask = call.mask.dense(call.q_length, call.kv_length)
@@ -60,30 +56,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=_segments,
         steps=PlainSteps(both=lambda mask, segments, call: mask),
-    ),
-    _bug(
-        "segments-ignored-in-decode",
-        kind="mask.ignored-attnmask",
-        reference="inferred from MaxText PR 4929",
-        shows=_FORWARD,
-        trigger=both(_segments, one_query),
-        steps=PlainSteps(both=lambda mask, segments, call: mask if call.q_length == 1 else mask & segments),
-    ),
-    _bug(
-        "segments-ignored-beside-a-mask",
-        kind="packing.ignored-when-mask",
-        reference="transformers PR 46634",
-        shows=_FORWARD,
-        trigger=both(_segments, lambda case: case.mask != "full"),
-        steps=PlainSteps(both=_mask_alone_if_any),
-    ),
-    _bug(
-        "segments-or-mask",
-        kind="packing.ignored-when-mask",
-        reference="inferred from transformers PR 46634",
-        shows=_FORWARD,
-        trigger=_segments,
-        steps=PlainSteps(both=lambda mask, segments, call: mask | segments),
     ),
     _bug(
         "segments-clamped-to-one",

@@ -16,7 +16,6 @@ from tests.planted.planting.plain import (
     PlainSteps,
     Saved,
     capped,
-    default_scale,
     denominator,
     log_of_sum,
     planted,
@@ -107,14 +106,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(sinks=lambda sinks, call: sinks * math.log(2)),
     ),
     _bug(
-        "sinks-scaled",
-        kind="sink.seed-scale-cap",
-        reference="rocm-libraries PR 12229",
-        shows=_FORWARD,
-        trigger=_sinks,
-        steps=PlainSteps(sinks=lambda sinks, call: sinks * default_scale(call.scale, call)),
-    ),
-    _bug(
         "sinks-capped",
         kind="sink.seed-scale-cap",
         reference="rocm-libraries PR 12229",
@@ -195,14 +186,6 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(
             dsinks=lambda d, dlse, saved: jnp.where(saved.call.empty, 0, sink_gradients(d, dlse, saved))
         ),
-    ),
-    _bug(
-        "dsinks-sign",
-        kind="sink.dsign",
-        reference="inferred from flash-attention PR 2706",
-        shows="dsinks",
-        trigger=_trained,
-        back=BackwardSteps(dsinks=lambda d, dlse, saved: -sink_gradients(d, dlse, saved)),
     ),
     _bug(
         "dsinks-of-first-batch-row",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tests.bank import PlantedBug
 from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, keep, planted, stop
-from tests.planted.planting.triggers import both, has, masked, one_query, trains
+from tests.planted.planting.triggers import both, has, masked, trains
 
 _bug = functools.partial(planted, "soft cap")
 _capped = has("soft_cap")
@@ -61,14 +61,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(cap=keep),
     ),
     _bug(
-        "cap-ignored-in-decode",
-        kind="cap.dropped-by-backend",
-        reference="sglang issue 33915, PR 34093",
-        shows=_FORWARD,
-        trigger=both(_capped, one_query),
-        steps=PlainSteps(cap=lambda x, call: x if call.q_length == 1 else capped(x, call)),
-    ),
-    _bug(
         "cap-ignored-where-nobody-differentiates",
         kind="cap.not-passed",
         reference="MaxText commit a56309f6f",
@@ -84,14 +76,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=_capped,
         steps=_cap(lambda x, cap: jnp.tanh(x / cap)),
-    ),
-    _bug(
-        "cap-multiplies-logits",
-        kind="cap.formula-mult",
-        reference="flash-attention issue 2396, PR 2402",
-        shows=_FORWARD,
-        trigger=_capped,
-        steps=_cap(lambda x, cap: x * jnp.tanh(x / cap)),
     ),
     _bug(
         "cap-after-mask",
@@ -138,42 +122,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq dk dbias",
         trigger=_trained,
         steps=PlainSteps(cap=_without_derivative),
-    ),
-    _bug(
-        "cap-derivative-missing-in-dbias",
-        kind="cap.bwd-missing",
-        reference="inferred from tokamax PR 1121",
-        shows="dbias",
-        trigger=trains("soft_cap", "bias"),
-        back=BackwardSteps(
-            dbias=lambda dx, dz, saved: dz.sum(
-                axis=tuple(axis for axis, n in enumerate(saved.call.bias.shape) if n == 1), keepdims=True
-            )
-        ),
-    ),
-    _bug(
-        "cap-derivative-sign",
-        kind="cap.bwd-sign",
-        reference="inferred from flash-attention PR 1033",
-        shows="dq dk dbias",
-        trigger=_trained,
-        back=_derivative(lambda saved, cap: 1 + _tanh(saved, cap) ** 2),
-    ),
-    _bug(
-        "cap-derivative-of-logit-not-over-cap",
-        kind="cap.bwd-sign",
-        reference="inferred from flash-attention PR 1033",
-        shows="dq dk dbias",
-        trigger=_trained,
-        back=_derivative(lambda saved, cap: 1 - jnp.tanh(saved.forward.x) ** 2),
-    ),
-    _bug(
-        "cap-derivative-over-cap",
-        kind="cap.bwd-sign",
-        reference="inferred from flash-attention PR 1033",
-        shows="dq dk dbias",
-        trigger=_trained,
-        back=_derivative(lambda saved, cap: (1 - _tanh(saved, cap) ** 2) / cap),
     ),
     _bug(
         "cap-derivative-at-capped-logit",

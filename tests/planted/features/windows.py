@@ -10,7 +10,7 @@ from cases.masks import Chunked, Full, Window
 from tests.bank import PlantedBug
 from tests.planted.planting.mask_steps import each, mask_is, mask_starts, whole
 from tests.planted.planting.plain import planted
-from tests.planted.planting.triggers import both, has, one_query
+from tests.planted.planting.triggers import both, has
 
 _bug = functools.partial(planted, "windows")
 _FORWARD = "out logsumexp max_logits"
@@ -27,14 +27,6 @@ class _ChunkedFromZero(Chunked):
 
 
 BUGS: tuple[PlantedBug, ...] = (
-    _bug(
-        "window-one-key-too-many",
-        kind="window.off-by-one",
-        reference="MaxText commit 4cb305191; transformers issues 29623, 39408",
-        shows=_FORWARD,
-        trigger=_window,
-        steps=each(Window, lambda mask, call: dataclasses.replace(mask, left=mask.left + 1)),
-    ),
     _bug(
         "window-one-key-too-few",
         kind="window.off-by-one",
@@ -68,14 +60,6 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=each(Window, lambda mask, call: dataclasses.replace(mask, right=None)),
     ),
     _bug(
-        "window-both-sides-alike",
-        kind="window.right",
-        reference="inferred from ejkernel commit 549a408",
-        shows=_FORWARD,
-        trigger=_window,
-        steps=each(Window, lambda mask, call: dataclasses.replace(mask, right=mask.left)),
-    ),
-    _bug(
         "window-zero-is-unbounded",
         kind="window.sentinel-mixup",
         reference="inferred from TransformerEngine issue 3528",
@@ -90,14 +74,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=mask_starts("window", offset=True),
         steps=each(Window, lambda mask, call: dataclasses.replace(mask, offset=0)),
-    ),
-    _bug(
-        "window-without-offset-in-decode",
-        kind="decode.window-q-offset",
-        reference="MaxText commit 8f82f2d02",
-        shows=_FORWARD,
-        trigger=both(mask_starts("window", offset=True), one_query),
-        steps=each(Window, lambda mask, call: mask if call.q_length > 1 else dataclasses.replace(mask, offset=0)),
     ),
     _bug(
         "window-leaks-into-full",

@@ -125,11 +125,6 @@ def holes(case: Case) -> bool:
     return bool((before & after & ~active).any())
 
 
-def whole_tile(case: Case) -> bool:
-    """Some tile of a mask has no padding."""
-    return case.mask != "full" and case.q_length >= BLOCK_Q and case.kv_length >= BLOCK_KV
-
-
 def kinds_by_head(case: Case) -> bool:
     """Kinds of tiles differ by head."""
     found = kinds(case)

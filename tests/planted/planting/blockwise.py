@@ -46,6 +46,7 @@ from tests.planted.planting.steps import (
     Rows,
     Running,
     Step,
+    hide,
     masked,
     product,
 )
@@ -77,7 +78,7 @@ def _cut(steps: BlockSteps, call: Call, operands: Operands, hide_k: Step, hide_v
 def forward(steps: BlockSteps, call: Call, operands: Operands) -> Outputs:
     """The forward pass."""
     q = split_heads(operands.q, call)
-    blocks = _cut(steps, call, operands, steps.hide_k, steps.hide_v)
+    blocks = _cut(steps, call, operands, hide, steps.hide_v)
     sinks = None if operands.sinks is None else operands.sinks.reshape(call.num_kv_heads, call.group, 1)
 
     def step(state: Running, one: Blocks) -> tuple[Running, None]:
@@ -101,8 +102,8 @@ def forward(steps: BlockSteps, call: Call, operands: Operands) -> Outputs:
     found = steps.store(found, blocks.kind, call)
     return Outputs(
         out=steps.round_out(join_heads(found.out, call), operands.q.dtype),
-        logsumexp=steps.trim(join_rows(found.logsumexp, call), call.q_length),
-        max_logits=steps.trim(join_rows(found.max_logits, call), call.q_length),
+        logsumexp=join_rows(found.logsumexp, call)[..., : call.q_length],
+        max_logits=join_rows(found.max_logits, call)[..., : call.q_length],
     )
 
 

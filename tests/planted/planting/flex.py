@@ -77,14 +77,11 @@ class FlexSteps:
     `slope_places` changes those that the derivative of the score goes by.
     """
 
-    places: Step = places
     score_places: Step = lambda at, start, call: at
     mask_places: Step = lambda at, start, call: at
     slope_places: Step = lambda at, start, call: at
     scored: Step = scored
-    allowed: Step = allowed
     masked: Step = masked
-    slope: Step = lambda slope, call: slope
 
 
 def logits(q: Array, k: Array, start: Array, call: Call, steps: FlexSteps) -> tuple[Array, Array]:
@@ -93,8 +90,8 @@ def logits(q: Array, k: Array, start: Array, call: Call, steps: FlexSteps) -> tu
     Both are `[B, N, t, S]`.
     """
     products = _heads(_product(_PAIRS, _grouped(q, call), k))
-    at = steps.places(start, q.shape[0], call)
-    ok = steps.allowed(steps.mask_places(at, start, call), call)
+    at = places(start, q.shape[0], call)
+    ok = allowed(steps.mask_places(at, start, call), call)
 
     scored_at = steps.score_places(at, start, call)
 
@@ -104,7 +101,7 @@ def logits(q: Array, k: Array, start: Array, call: Call, steps: FlexSteps) -> tu
 
     z = steps.masked(score, products, ok)
     _, pullback = jax.vjp(lambda x: score(x, steps.slope_places(scored_at, start, call)), products)
-    slope = steps.slope(pullback(jnp.ones_like(products))[0], call)
+    (slope,) = pullback(jnp.ones_like(products))
     return z, slope if ok is None else jnp.where(ok, slope, 0.0)
 
 

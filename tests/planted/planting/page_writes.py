@@ -43,7 +43,6 @@ def scattered(pool: Array, x: Array, page: Array, row: Array) -> Array:
 class WriteSteps:
     """Steps of writing, in order; the defaults are correct."""
 
-    key: Step = lambda place, q_lens, kv_lens: kv_lens - q_lens + place
     slot: Step = _slot  # (tokens, call) -> page and row
     padding: Step = lambda page, tokens, call: jnp.where(tokens.there, page, call.pages)
     values: Step = lambda k, v: (k, v)  # what is written
@@ -86,7 +85,7 @@ def writing_by(steps: WriteSteps) -> Callable[..., Any]:
         tokens = Tokens(
             sequence=at,
             place=place,
-            j=jnp.maximum(steps.key(place, call.q_lens[at], call.kv_lens[at]), 0),
+            j=jnp.maximum(call.kv_lens[at] - call.q_lens[at] + place, 0),
             there=sequence < call.count,
         )
         page, row = steps.slot(tokens, call)

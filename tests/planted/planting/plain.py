@@ -143,7 +143,6 @@ class PlainSteps:
     mask: Step = lambda mask, call: mask.dense(call.q_length, call.kv_length)  # [b, n, T, S]
     segments: Step = same_segment  # (q ids, kv ids) -> [B, 1, T, S]
     both: Step = lambda mask, segments, call: mask & segments
-    hide_k: Step = zero_hidden
     hide_v: Step = zero_hidden
     expand_k: Step = repeat_heads
     expand_v: Step = repeat_heads
@@ -194,7 +193,7 @@ def forward(call: Call, steps: PlainSteps) -> Forward:
     """The forward pass made of `steps`."""
     q, k, v = steps.operands(call.q, call.k, call.v, call)
     call = dataclasses.replace(call, allowed=allowed_pairs(call, steps))
-    k = steps.expand_k(steps.hide_k(k, call), call)
+    k = steps.expand_k(zero_hidden(k, call), call)
     v = steps.expand_v(steps.hide_v(v, call), call)
     x = steps.scaled(steps.products(q, k, call), steps.scale(call.scale, call), call)
     if call.bias is not None:
@@ -266,7 +265,6 @@ class BackwardSteps:
     dv: Step = lambda p, do, saved: product("bnts,btnv->bsnv", p.astype(do.dtype), do)
     dp: Step = lambda do, saved: product("btnv,bsnv->bnts", do, saved.forward.v)
     d: Step = lambda p, dp, do, saved: product("btnv,btnv->bnt", saved.forward.out, do)[..., None]
-    dz: Step = lambda p, dp, d, dlse, saved: p * (dp - d + dlse)
     dx: Step = cap_gradient
     dx_in_product: Step = lambda dx, saved: dx.astype(saved.call.q.dtype)
     dq: Step = lambda dx, saved: saved.scale * product("bnts,bsnh->btnh", dx, saved.forward.k)
@@ -288,7 +286,7 @@ def backward(saved: Saved, dlse: Array, steps: BackwardSteps) -> Gradients:
     p = steps.p(saved)
     dp = steps.dp(do, saved)
     d = steps.d(p, dp, do, saved)
-    dz = steps.dz(p, dp, d, dlse, saved)
+    dz = p * (dp - d + dlse)
     dx = steps.dx(dz, saved)
     entering = steps.dx_in_product(dx, saved)
     dq = steps.dq(entering, saved)

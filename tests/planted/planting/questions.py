@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.masks import Dense, Mask
+from cases.masks import Dense
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem, draw_problem
 from conformance.check_api.judgement import Judgement
@@ -93,16 +93,6 @@ def other_mask(problem: Problem, other: Problem) -> Problem:
     return dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
 
 
-def masks_in_turn(*masks: Mask) -> Callable[[Subject], Iterator[Judgement]]:
-    """Eager calls with these masks, one after the other."""
-
-    def check(subject: Subject) -> Iterator[Judgement]:
-        for mask in masks:
-            yield _eagerly(subject, dataclasses.replace(subject.problem, mask=mask))
-
-    return check
-
-
 def after(**fields: Any) -> Callable[[Subject], Iterator[Judgement]]:
     """The problem, after an eager call of another case: this one with other `fields`."""
 
@@ -112,16 +102,6 @@ def after(**fields: Any) -> Callable[[Subject], Iterator[Judgement]]:
         yield _eagerly(subject, subject.problem)
 
     return check
-
-
-def refilled(subject: Subject) -> Iterator[Judgement]:
-    """NumPy operands whose contents are others at the second call."""
-    problem, other = subject.problem, _other(subject)
-    call, arrays = subject.executor.bind(problem)
-    given = {name: jax.tree.map(np.array, x) for name, x in arrays.items()}
-    yield _of(subject, problem, call(given))
-    given["k"][...] = other.k
-    yield _of(subject, dataclasses.replace(problem, k=other.k), call(given))
 
 
 def louder(subject: Subject) -> Iterator[Judgement]:

@@ -100,30 +100,24 @@ class PagedSteps:
     sequence: Step = _sequence  # call -> the sequence of each query, and its place
     locate: Step = lambda j, call: (j // call.page_size, j % call.page_size)  # the slot of the table and the row
     pages: Step = _pages_of  # (slot, call) -> [max_seqs, S]
-    keys: Step = _gathered  # (k_pages, pages, row) -> [max_seqs, S, K, H]
-    values: Step = _gathered
+    values: Step = _gathered  # (v_pages, pages, row) -> [max_seqs, S, K, H]
     ends: Step = lambda call: call.kv_lens  # keys that there are
     row_of_table: Step = lambda sequence: sequence
     position: Step = lambda place, q_lens, kv_lens, call: kv_lens - q_lens + place
-    causal: Step = lambda j, position: j <= position[:, None]
     window: Step = _window  # (j, position, call, place)
     allowed: Step = lambda allowed, call: allowed
-    clean: Step = lambda x, seen: jnp.where(seen[..., None, None], x, 0)  # of keys
     clean_values: Step = lambda x, seen: jnp.where(seen[..., None, None], x, 0)
     # Of pages with scales: those of k and v [pages, page_size, K], where a key's lies, and what stored numbers mean.
     scales: Step = lambda k_scales, v_scales: (k_scales, v_scales)
     of_scales: Step = lambda pages, row, slot, call: (pages, row)
     scale: Step = _gathered  # (scales, pages, row) -> [max_seqs, S, K]
-    clean_scales: Step = lambda x, seen: jnp.where(seen[..., None], x, 0)
     meant: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]  # of keys
     meant_values: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]
     # The same with a scale of all keys and one of all values, Python numbers.
     numbers: Step = lambda k_scale, v_scale: (k_scale, v_scale)
-    whole: Step = lambda x: x.astype(jnp.float32)
     times: Step = lambda out, v_scale, call: out * v_scale
     heads: Step = lambda x, count: jnp.repeat(x, count // x.shape[2], axis=2)
     cap: Step = _capped  # (x, allowed, call)
-    after_cap: Step = lambda x, k_scales: x  # k_scales [total_q, N, S]
     sinks: Step = lambda sinks, call: sinks
     attend: Step = softmax
     output: Step = lambda out, call: out
@@ -177,20 +171,19 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
         at = steps.row_of_table(jnp.minimum(sequence, call.rows - 1))
         ends = steps.ends(call)
         position = steps.position(place, call.q_lens[at], ends[at], call)
-        allowed = steps.causal(j, position) & steps.window(j, position, call, place) & (j < ends[at][:, None])
+        allowed = (j <= position[:, None]) & steps.window(j, position, call, place) & (j < ends[at][:, None])
         allowed = steps.allowed(allowed & (sequence < call.count)[:, None], call)
         seen = jnp.zeros(pages.shape, bool).at[at].max(allowed)
-        k = steps.clean(steps.keys(k_pages, pages, row), seen)
+        k = jnp.where(seen[..., None, None], _gathered(k_pages, pages, row), 0)
         v = steps.clean_values(steps.values(v_pages, pages, row), seen)
-        scales = None
         if k_scales is not None:
             where = steps.of_scales(pages, row, slot, call)
             own = steps.scales(k_scales, v_scales)
-            scales, values_scales = (steps.clean_scales(steps.scale(x, *where), seen) for x in own)
-            k, v, scales = steps.meant(k, scales), steps.meant_values(v, values_scales), scales[at]
+            of_k, of_v = (jnp.where(seen[..., None], steps.scale(x, *where), 0) for x in own)
+            k, v = steps.meant(k, of_k), steps.meant_values(v, of_v)
         if k_scale is not None:
-            k, v = steps.whole(k), steps.whole(v)
-        out, lse, top = _attended(steps, q, k[at], v[at], allowed, call, sinks, scales, of_values)
+            k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        out, lse, top = _attended(steps, q, k[at], v[at], allowed, call, sinks, of_values)
         return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
 
     return attention
@@ -204,15 +197,12 @@ def _attended(
     allowed: Array,
     call: Call,
     sinks: Array | None,
-    k_scales: Array | None = None,
-    v_scale: float = 1.0,
+    v_scale: float,
 ) -> tuple[Array, Array, Array]:
     k, v = (steps.heads(x, q.shape[1]) for x in (k, v))
     x = jnp.einsum("tnh,tsnh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
     allowed = allowed[:, None, :]
     x = steps.cap(x, allowed, call)
-    if k_scales is not None:
-        x = steps.after_cap(x, steps.heads(k_scales, q.shape[1]).swapaxes(1, 2))
     out, lse, top = steps.attend(x, allowed, v, steps.sinks(sinks, call))
     out = steps.output(steps.times(out, v_scale, call), call)
     return out.astype(q.dtype), steps.logsumexp(lse, allowed), top
@@ -252,13 +242,10 @@ class PackedSteps:
 
     starts: Step = lambda cu_q_lens, cu_kv_lens, count: (cu_q_lens, cu_kv_lens)
     sequence: Step = _sequence  # call -> the sequence of each query, and its place
-    of_key: Step = sequences  # (starts, call, length) -> likewise of each key
     same: Step = lambda sequence, of_key: sequence[:, None] == of_key
     position: Step = lambda place, q_lens, kv_lens, token: kv_lens - q_lens + place
     sides: Step = lambda left, right: (left, right)
-    allowed: Step = lambda allowed, call: allowed
     clean: Step = lambda q, sequence, call: jnp.where((sequence < call.count)[:, None, None], q, 0)
-    clean_keys: Step = lambda x, seen: jnp.where(seen[:, None, None], x, 0)
     heads: Step = lambda x, count: jnp.repeat(x, count // x.shape[1], axis=1)
     sinks: Step = lambda sinks, call: sinks
     attend: Step = softmax
@@ -299,7 +286,7 @@ def packed_by(steps: PackedSteps) -> Callable[..., Any]:
         )
         q, k, v = steps.gradients(q, k, v, call)
         sequence, place = steps.sequence(call)
-        of_key, at = steps.of_key(cu_kv_lens, call, len(k))
+        of_key, at = sequences(cu_kv_lens, call, len(k))
         row = jnp.minimum(sequence, call.rows - 1)
         position = steps.position(place, call.q_lens[row], call.kv_lens[row], jnp.arange(len(q)))
         allowed = steps.same(sequence, of_key) & (sequence < count)[:, None]
@@ -307,10 +294,9 @@ def packed_by(steps: PackedSteps) -> Callable[..., Any]:
             allowed &= at <= position[:, None] + right
         if left is not None:
             allowed &= at >= position[:, None] - left
-        allowed = steps.allowed(allowed, call)
         seen = allowed.any(axis=0)
         q = steps.clean(q, sequence, call)
-        k, v = (steps.heads(steps.clean_keys(x, seen), q.shape[1]) for x in (k, v))
+        k, v = (steps.heads(jnp.where(seen[:, None, None], x, 0), q.shape[1]) for x in (k, v))
         x = jnp.einsum("tnh,snh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
         x = _capped(x, allowed, call)
         wide = jnp.broadcast_to(v, (len(q), *v.shape))

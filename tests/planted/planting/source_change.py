@@ -15,6 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +95,10 @@ def changed(package: str, name: str, change: Change) -> ModuleType:
         raise ValueError(f"{package} has no module {change.module}")
     _COPIES.known[name] = (package, folder, change)
     return importlib.import_module(name)
+
+
+def build_changed(package: str, builder: str, name: str, change: Change, **options: Any) -> Implementation:
+    """Call the function `builder` of `package` with the change, for a planted bug of this name."""
+    copy = changed(package, f"planted_{name.replace('-', '_')}", change)
+    found: Implementation = getattr(copy, builder)(name, **options)
+    return found

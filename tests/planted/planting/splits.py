@@ -49,8 +49,8 @@ class Parts(NamedTuple):
     acc: Array
 
 
-def takes(case: Case) -> bool:
-    """Whether the case takes the path with splits."""
+def takes(case: Case | Call) -> bool:
+    """Whether the case, or the call, takes the path with splits."""
     return case.q_length <= MOST_QUERIES and case.kv_length > LONG
 
 
@@ -128,10 +128,7 @@ def sink_rows(sinks: Array, call: Call) -> Array:
 class SplitSteps:
     """The steps that a bug may replace; the defaults are correct."""
 
-    takes_splits: Step = lambda call: call.q_length <= MOST_QUERIES and call.kv_length > LONG
-    split_length: Step = split_length
     allowed: Step = lambda mask, call: mask  # [B, N, T, S]
-    bias: Step = lambda bias, call: bias  # [B, N, T, S]
     visible: Step = visible
     bias_rows: Step = pair_rows
     capped: Step = lambda z, call: z if call.soft_cap is None else call.soft_cap * jnp.tanh(z / call.soft_cap)
@@ -146,12 +143,12 @@ class SplitSteps:
 def _by_splits(steps: SplitSteps, call: Call, arrays: wrapped.Arrays, allowed: Array) -> tuple[Array, Array, Array]:
     """`(out [B, T, N, V], logsumexp [B, N, T], max_logits [B, N, T])`."""
     q, k, v = (arrays[name].astype(jnp.float32) for name in "qkv")
-    length = steps.split_length(call)
+    length = split_length(call)
     full = (call.batch, q.shape[2], call.q_length, call.kv_length)
     keys, values = (in_splits(x.transpose(0, 2, 1, 3), 2, length) for x in (k, v))
     z = call.scale * jnp.einsum("bkrh,bkplh->bkprl", rows_of(q, call), keys, precision="highest")
     if "bias" in arrays:
-        bias = steps.bias(jnp.broadcast_to(arrays["bias"].astype(jnp.float32), full), call)
+        bias = jnp.broadcast_to(arrays["bias"].astype(jnp.float32), full)
         z = z + steps.bias_rows(bias, call, length)
     z = steps.capped(z, call)
     z = jnp.where(steps.visible(steps.allowed(jnp.broadcast_to(allowed, full), call), call, length), z, -jnp.inf)
@@ -174,7 +171,7 @@ def kernel(steps: SplitSteps) -> wrapped.Kernel:
             q.shape[0], q.shape[1], k.shape[1], k.shape[2], q.shape[2] // k.shape[2], scale, statics["soft_cap"],
             "segment_ids" in arrays, q.dtype,
         )  # fmt: skip
-        if not steps.takes_splits(call):
+        if not takes(call):
             return wrapped.correct(arrays, statics)
         allowed = naive.build_mask(
             q, k, statics["causal"], statics["window"], arrays.get("mask"), arrays.get("segment_ids")

@@ -213,7 +213,6 @@ class BlockSteps:
     kinds: Step = keep  # kinds, with call
     in_range: Step = lambda rows, columns, call: (rows < call.q_length) & (columns < call.kv_length)  # no padding
     visible: Step = visible  # pairs that may attend, of mask tiles, kinds and pairs in range
-    hide_k: Step = hide
     hide_v: Step = hide
     # Running softmax.
     start: Step = keep  # the first state, with kinds of all blocks
@@ -232,7 +231,6 @@ class BlockSteps:
     logsumexp: Step = logsumexp
     store: Step = keep  # Rows, with kinds and call
     round_out: Step = lambda out, dtype: out.astype(dtype)
-    trim: Step = lambda x, length: x[..., :length]  # padding of the residuals
     undifferentiated: Step = keep  # Outputs of a call that is not differentiated
     primal: Step = keep  # Outputs of a call that is
     saved: Step = lambda out, lse, operands: (out, lse)  # what the backward gets

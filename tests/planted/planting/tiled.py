@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
-from conformance import declare
-from conformance.execution.plain_functions import build_implementation
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
+from tests.planted.planting import wrapped
 
 Array = Any
 Step = Callable[..., Any]
@@ -159,15 +158,13 @@ class TileSteps:
     key_range: Step = key_range  # in the forward pass
     key_range_again: Step = key_range  # for dq
     query_range: Step = query_range  # for dk and dv
-    key_block: Step = lambda call, j: j  # which block of k is read at j
-    value_block: Step = lambda call, j: j
+    value_block: Step = lambda call, j: j  # which block of v is read at j
     bias_block: Step = lambda call, j: j
     mask_block: Step = lambda call, j: j
     ids_block: Step = lambda call, j: j
     live: Step = lambda call, i, j: jnp.ones_like(i, bool)  # tiles that nothing skips
     rows: Step = positions
     columns: Step = positions
-    near: Step = near
     same_ids: Step = same_ids
     bias: Step = lambda call, x, bias, j: x + bias  # logits with the bias
     capped: Step = capped
@@ -188,7 +185,7 @@ def _visible(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array) -> Arr
     """Pairs of a column of tiles that may attend, broadcastable to `[B, N, q blocks, BLOCK, BLOCK]`."""
     rows, columns = steps.rows(call, i)[..., None], steps.columns(call, j)
     true_rows, true_columns = positions(call, i)[..., None], positions(call, j)
-    ok = (true_rows < call.q_length) & (true_columns < call.kv_length) & steps.near(call, rows, columns)
+    ok = (true_rows < call.q_length) & (true_columns < call.kv_length) & near(call, rows, columns)
     if x.mask is not None:
         ok = ok & x.mask[steps.mask_block(call, j)]
     if x.q_ids is not None:
@@ -199,7 +196,7 @@ def _visible(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array) -> Arr
 
 def _logits(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array) -> tuple[Array, Array, Array]:
     """A column's logits with -inf where hidden, the cap's derivative, and its keys."""
-    k = x.k[steps.key_block(call, j)]
+    k = x.k[j]
     z = call.scale * _product("bnith,bnsh->bnits", x.q, k)
     if x.bias is not None:
         z = steps.bias(call, z, x.bias[steps.bias_block(call, j)], j)
@@ -334,43 +331,29 @@ def cut(q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array, id
     )
 
 
-def kernel(steps: TileSteps) -> Callable[..., Any]:
-    """The attention function made of `steps`."""
+def kernel(steps: TileSteps) -> wrapped.Kernel:
+    """Attention over square tiles made of `steps`: tiles that causal mask and window leave empty are skipped."""
 
-    @declare(empty_rows="zero", behind_mask="finite")
-    def attention(
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        causal: bool = False,
-        window: Any = None,
-        mask: Any = None,
-        segment_ids: Any = None,
-        soft_cap: Any = None,
-        sinks: Any = None,
-        bias: Any = None,
-        scale: Any = None,
-        save_residuals: bool = False,
-    ) -> Any:
-        """Attention over square tiles, those skipped that causal mask and window leave empty."""
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+    def attend(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
+        q, k, v = (arrays[name] for name in "qkv")
+        bias, sinks, mask, segment_ids = (arrays.get(name) for name in ("bias", "sinks", "mask", "segment_ids"))
+        scale = q.shape[-1] ** -0.5 if statics["scale"] is None else statics["scale"]
         call = Call(
-            q.shape[0], q.shape[1], k.shape[1], scale, soft_cap, causal, window,
+            q.shape[0], q.shape[1], k.shape[1], scale, statics["soft_cap"], statics["causal"], statics["window"],
             mask is not None, segment_ids is not None, q.dtype,
         )  # fmt: skip
         mask = None if mask is None else jnp.asarray(mask)
         found = _attend(steps, call)(cut(q, k, v, bias, sinks, mask, segment_ids))
         out, lse, top = (x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, : q.shape[1]] for x in found)
         out = steps.out(call, out.transpose(0, 2, 1, 3)).astype(q.dtype)
-        return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
+        return (out, {"logsumexp": lse, "max_logits": top}) if statics["save_residuals"] else out
 
-    return attention
+    return attend
 
 
 def implementation(steps: TileSteps, name: str) -> Implementation:
     """The kernel made of `steps`, as the gate takes it."""
-    return build_implementation(kernel(steps), name)
+    return wrapped.implementation(name, kernel(steps), empty_rows="zero")
 
 
 def planted(

@@ -16,7 +16,6 @@ from tests.planted.planting.triggers import both
 
 Array = jax.Array
 _SMALLEST = -104.0  # exp of less is zero in f32
-_LARGEST = 88.0  # exp of more is infinite in f32
 
 
 def _maximum_from(start: float, x: Array, allowed: Array, call: Call) -> Array:
@@ -31,14 +30,6 @@ def _shift_at_least(least: float, x: Array, allowed: Array, v: Array, sinks: Arr
     lost = jax.lax.stop_gradient(jnp.where(x - least < _SMALLEST, -jnp.inf, 0.0))
     out, lse, _ = softmax(jnp.where(jnp.isneginf(lost), -jnp.inf, x), allowed, v, sinks)
     return out, lse, jnp.where(allowed, x, -jnp.inf).max(axis=-1)
-
-
-def _weights_in_order(x: Array, allowed: Array, call: Call) -> Array:
-    """Take weights from the first logit in the path for single tokens, and cut those above the range of exp."""
-    x = PagedSteps().cap(x, allowed, call)
-    first = jnp.take_along_axis(x, jnp.broadcast_to(allowed, x.shape).argmax(axis=-1)[..., None], axis=-1)
-    single = call.q_lens.max() <= 1
-    return jnp.where(single, first + jnp.minimum(x - first, _LARGEST), x)
 
 
 def _finite_sinks(sinks: Array | None, call: Call) -> Array | None:
@@ -88,13 +79,6 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="extreme logits",
         reference="inferred from kernels whose m_i begins at zeros",
         trigger=both(packed_bug.in_packs, functools.partial(_of, "low")),
-    ),
-    paged_bug.bug(
-        "paged-weights-from-the-first-logit-for-single-tokens",
-        PagedSteps(cap=_weights_in_order),
-        kind="extreme logits",
-        reference="inferred from kernels that rescale lazily, and cut what is beyond the threshold",
-        trigger=both(paged_bug.in_pages, _single, functools.partial(_of, "apart")),
     ),
     paged_bug.bug(
         "paged-sinks-cut-to-f16",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from cases.case import Case
 from tests.bank import PlantedBug
 from tests.planted.planting.packed_bug import bug, several, trained
-from tests.planted.planting.served import Call, PackedSteps, sequences, softmax
+from tests.planted.planting.served import Call, PackedSteps, softmax
 from tests.planted.planting.triggers import has
 
 Array = jax.Array
@@ -86,10 +86,6 @@ def _dk_in_f32(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, c
     return dq, dk.astype(jnp.float32), dv
 
 
-def _heads_of_dk_swapped(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    return dq, dk[:, ::-1], dv[:, ::-1]
-
-
 def _dk_of_last_sequence_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
     end = kv_lens.sum()
     last = jnp.take(kv_lens, count - 1)
@@ -97,36 +93,10 @@ def _dk_of_last_sequence_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv
     return dq, *(jnp.where(lost[:, None, None], 0, x) for x in (dk, dv))
 
 
-def _gradients_of_padding_not_written(
-    dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array
-) -> Any:
-    """Rows that no sequence has keep what memory held."""
-    ends = starts[count], kv_lens.sum(), kv_lens.sum()
-    return tuple(
-        jnp.where((jnp.arange(len(x)) < end)[:, None, None], x, jnp.nan)
-        for x, end in zip((dq, dk, dv), ends, strict=True)
-    )
-
-
 def _dk_of_the_last_key_goes_on(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
     """The last block of dk and dv is written whole: behind the last key stands what that one has."""
     row = jnp.minimum(jnp.arange(len(dk)), jnp.maximum(kv_lens.sum() - 1, 0))
     return dq, dk[row], dv[row]
-
-
-def _dk_of_first_keys_to_the_neighbour(
-    dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array
-) -> Any:
-    """The first key of a sequence gives its gradient to the last one of the sequence before."""
-    first = jnp.cumsum(kv_lens) - kv_lens
-    moved = jnp.where((kv_lens > 0) & (first > 0), first, len(dk))
-    return dq, *(
-        x.at[moved]
-        .set(0, mode="drop")
-        .at[jnp.where(moved < len(x), moved - 1, len(x))]
-        .add(x[jnp.minimum(moved, len(x) - 1)], mode="drop")
-        for x in (dk, dv)
-    )
 
 
 def _run_ends_before_its_last_block(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
@@ -142,10 +112,6 @@ def _corners_alone(sequence: Array, of_key: Array, at: Array, call: Call) -> Arr
     i, j = (jnp.arange(len(x)) // _BLOCK * _BLOCK for x in (sequence, of_key))
     i_end, j_end = (jnp.minimum(start + _BLOCK, len(x)) - 1 for start, x in ((i, sequence), (j, of_key)))
     return (sequence[i][:, None] == of_key[j]) | (sequence[i_end][:, None] == of_key[j_end])
-
-
-def _keys_by_lengths_of_queries(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
-    return sequence[:, None] == sequences(call.cu_q_lens, call, len(of_key))[0]
 
 
 def _near_the_diagonal(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
@@ -226,36 +192,12 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=several,
     ),
     bug(
-        "dk-by-another-map-of-heads",
-        PackedSteps(gradients=_derived(_heads_of_dk_swapped)),
-        kind="gradients",
-        reference="native-sparse-attention-triton#27",
-        shows="dk dv",
-        trigger=trained,
-    ),
-    bug(
-        "gradients-of-padding-not-written",
-        PackedSteps(gradients=_derived(_gradients_of_padding_not_written)),
-        kind="gradients of padding",
-        reference="pytorch/pytorch#176793, Dao-AILab/flash-attention#2324",
-        shows="padding",
-        trigger=trained,
-    ),
-    bug(
         "dk-of-the-last-key-in-padding",
         PackedSteps(gradients=_derived(_dk_of_the_last_key_goes_on)),
         kind="gradients of padding",
         reference="inferred from fla-org/flash-linear-attention#892, where rows behind the sequences reach the weights",
         shows="padding",
         trigger=trained,
-    ),
-    bug(
-        "dk-of-first-keys-to-the-neighbour",
-        PackedSteps(gradients=_derived(_dk_of_first_keys_to_the_neighbour)),
-        kind="borders on the way back",
-        reference="tile-ai/tilelang#2010, dk and dv written across a border",
-        shows="dk dv",
-        trigger=_several_trained,
     ),
     bug(
         "last-block-of-keys-skipped-on-the-way-back",
@@ -280,14 +222,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred",
         shows="dq dk dv",
         trigger=_long_back,
-    ),
-    bug(
-        "lengths-of-queries-for-keys-on-the-way-back",
-        PackedSteps(pairs_back=_keys_by_lengths_of_queries),
-        kind="borders on the way back",
-        reference="inferred from NVIDIA/cudnn-frontend#737, where offsets are made of lengths",
-        shows="dq dk dv",
-        trigger=_unequal_back,
     ),
     bug(
         "keys-to-the-longest-queries-on-the-way-back",

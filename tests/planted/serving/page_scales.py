@@ -1,4 +1,7 @@
-"""Bugs of pages with scales: which scale multiplies what, when, and what stored bits mean."""
+"""Bugs of pages with scales: which scale multiplies what, how often and when, and what stored bits mean.
+
+Scales are by token, or one of all keys and one of all values.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ import jax.numpy as jnp
 
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
-from tests.planted.planting.served import Call, PagedSteps, scaled
+from tests.planted.planting.served import Call, PagedSteps, scaled, whole
 from tests.planted.planting.triggers import both, has
 
 Array = jax.Array
 _BY_TOKEN = has("paged", "kv_token_scales")
+_BY_TENSOR = has("paged", "kv_tensor_scales")
 _bug = functools.partial(
     stored_bug.bug, family="paged", build=scaled, shows="out logsumexp max_logits", trigger=_BY_TOKEN
 )
+_whole_bug = functools.partial(_bug, build=whole, trigger=_BY_TENSOR)
 
 
 def _of_first_sequence(pages: Array, row: Array, slot: Array, call: Call) -> tuple[Array, Array]:
@@ -44,10 +49,6 @@ def _of_next_row(pages: Array, row: Array, slot: Array, call: Call) -> tuple[Arr
     return pages, (row + 1) % call.page_size
 
 
-def _power_of_two(x: Array) -> Array:
-    return jnp.exp2(jnp.ceil(jnp.log2(x)))
-
-
 def _unsigned(x: Array, scales: Array) -> Array:
     wide = x.astype(jnp.float32)
     return (jnp.where(wide < 0, wide + 256, wide) if x.dtype == jnp.int8 else wide) * scales[..., None]
@@ -59,13 +60,15 @@ def _other_fp8(x: Array, scales: Array) -> Array:
     return kept.astype(jnp.float32) * scales[..., None]
 
 
+def _after_the_cap(x: Array, allowed: Array, call: Call) -> Array:
+    return x * call.k_scale if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap) * call.k_scale
+
+
+def _in_bf16(scale: float) -> Array:
+    return jnp.bfloat16(scale).astype(jnp.float32)
+
+
 BUGS: tuple[PlantedBug, ...] = (
-    _bug(
-        "page-scales-of-the-next-page",
-        PagedSteps(of_scales=lambda pages, row, slot, call: (pages + 1, row)),
-        kind="kvscale.row",
-        reference="inferred from tokenspeed#522, where the page is the next one",
-    ),
     _bug(
         "page-scales-by-slot-of-the-table",
         PagedSteps(of_scales=lambda pages, row, slot, call: (jnp.broadcast_to(slot, pages.shape), row)),
@@ -105,13 +108,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(_BY_TOKEN, lambda case: case.num_kv_heads > 1),
     ),
     _bug(
-        "page-scale-of-the-first-head",
-        PagedSteps(scales=lambda k, v: tuple(jnp.broadcast_to(x[..., :1], x.shape) for x in (k, v))),
-        kind="kvscale.per-head",
-        reference="sgl-project/sgl-kernel-xpu#252",
-        trigger=both(_BY_TOKEN, lambda case: case.num_kv_heads > 1),
-    ),
-    _bug(
         "page-scale-of-the-next-head-for-v",
         PagedSteps(scales=lambda k, v: (k, jnp.roll(v, 1, axis=-1))),
         kind="kvscale.per-head",
@@ -120,56 +116,10 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(_BY_TOKEN, lambda case: case.num_kv_heads > 1),
     ),
     _bug(
-        "page-scales-of-k-for-v",
-        PagedSteps(scales=lambda k, v: (k, k)),
-        kind="kvscale.k-for-v",
-        reference="sgl-project/sglang#26852",
-        shows="out",
-    ),
-    _bug(
-        "page-scales-of-v-for-k",
-        PagedSteps(scales=lambda k, v: (v, v)),
-        kind="kvscale.k-for-v",
-        reference="inferred from sgl-project/sglang#26852",
-    ),
-    _bug(
-        "page-scales-of-dead-rows-kept",
-        PagedSteps(clean_scales=lambda x, seen: x),
-        kind="tail",
-        reference="inferred from vllm-project/vllm#47305: stored numbers are cleared, and 0 * NaN is NaN",
-        shows="out",
-    ),
-    _bug(
-        "page-scales-of-k-after-the-soft-cap",
-        PagedSteps(meant=lambda x, scales: x.astype(jnp.float32), after_cap=lambda x, k_scales: x * k_scales),
-        kind="kvscale.order",
-        reference="inferred from TileOPs#1511, units of scaled and raw logits mixed",
-        trigger=both(_BY_TOKEN, has("soft_cap")),
-    ),
-    _bug(
-        "page-scales-twice",
-        PagedSteps(meant=lambda x, scales: x.astype(jnp.float32) * (scales * scales)[..., None]),
-        kind="kvscale.twice",
-        reference="vllm-project/vllm#48016",
-    ),
-    _bug(
-        "page-scales-of-v-ignored",
-        PagedSteps(meant_values=lambda x, scales: x.astype(jnp.float32)),
-        kind="kvscale.dropped",
-        reference="flashinfer-ai/flashinfer#4979",
-        shows="out",
-    ),
-    _bug(
         "page-scales-inverted",
         PagedSteps(meant=lambda x, scales: x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]),
         kind="kvscale.inverse",
         reference="vllm-project/vllm-xpu-kernels#475, a scale used the wrong way round",
-    ),
-    _bug(
-        "page-scales-rounded-to-powers-of-two",
-        PagedSteps(scales=lambda k, v: (_power_of_two(k), _power_of_two(v))),
-        kind="kvscale.dtype",
-        reference="vllm-project/vllm#49435",
     ),
     _bug(
         "page-scales-in-bf16",
@@ -190,5 +140,37 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="kvbits.format",
         reference="inferred from float8_e4m3fn and float8_e5m2, which caches offer side by side",
         trigger=both(_BY_TOKEN, has("kv_fp8")),
+    ),
+    _whole_bug(
+        "page-scale-of-all-values-for-keys",
+        PagedSteps(numbers=lambda k, v: (v, v)),
+        kind="kvscale.k-for-v",
+        reference="inferred from sgl-project/sglang#26852",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-forgotten",
+        PagedSteps(numbers=lambda k, v: (1.0, v)),
+        kind="kvscale.dropped",
+        reference="flashinfer-ai/flashinfer#1023",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-twice",
+        PagedSteps(numbers=lambda k, v: (k * k, v)),
+        kind="kvscale.twice",
+        reference="vllm-project/vllm#48016",
+    ),
+    _whole_bug(
+        "page-scale-of-all-keys-after-the-soft-cap",
+        PagedSteps(cap=_after_the_cap),
+        kind="kvscale.order",
+        reference="inferred from TileOPs#1511, units of scaled and raw logits mixed",
+        trigger=both(_BY_TENSOR, has("soft_cap")),
+    ),
+    _whole_bug(
+        "page-scale-of-all-values-in-bf16",
+        PagedSteps(times=lambda out, v_scale, call: out * _in_bf16(v_scale)),
+        kind="kvscale.dtype",
+        reference="inferred from a scale kept in the dtype of the operands",
+        shows="out",
     ),
 )

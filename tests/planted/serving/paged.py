@@ -23,33 +23,13 @@ def _with_table(call: Call, table: Array) -> Call:
     return dataclasses.replace(call, page_indices=table)
 
 
-def _adjacent(slot: Array, call: Call) -> Array:
-    """Pages are taken two at a time, the second as the one that follows the first in memory."""
-    return _table(call)[:, slot // 2 * 2] + slot % 2
-
-
 def _without_prefix_at_zero(call: Call) -> Call:
     fresh = (call.q_lens == call.kv_lens)[:, None]
     return _with_table(call, jnp.where(fresh, 0, _table(call)))
 
 
-def _next_slot(slot: Array, call: Call) -> Array:
-    return _table(call)[:, jnp.minimum(slot + 1, _table(call).shape[1] - 1)]
-
-
-def _page_of_16(j: Array, call: Call) -> tuple[Array, Array]:
-    return j // 16, jnp.minimum(j % 16, call.page_size - 1)
-
-
 def _heads_as_page(j: Array, call: Call) -> tuple[Array, Array]:
     return j // call.kv_heads, jnp.minimum(j % call.kv_heads, call.page_size - 1)
-
-
-def _last_page_by_remainder(call: Call) -> Array:
-    """Whole pages but the last, and as many tokens of that as remain: none where it is full."""
-    size = call.page_size
-    whole = jnp.maximum(-(-call.kv_lens // size) - 1, 0)
-    return jnp.where(call.kv_lens > 0, whole * size + call.kv_lens % size, 0)
 
 
 def _first_rows_of_a_page(limit: int) -> PagedSteps:
@@ -75,38 +55,10 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="flashinfer-ai/flashinfer#3219, where results depend on where pages lie",
     ),
     bug(
-        "second-page-taken-as-the-next-in-memory",
-        PagedSteps(pages=_adjacent),
-        kind="table ignored",
-        reference="pypto#470, one page number for two pages",
-    ),
-    bug(
-        "pages-taken-as-slots-of-tokens",
-        PagedSteps(
-            keys=lambda x, pages, row: x.reshape(-1, *x.shape[2:])[pages + row],
-            values=lambda x, pages, row: x.reshape(-1, *x.shape[2:])[pages + row],
-        ),
-        kind="unit of a page",
-        reference="aiter#2996, page numbers used for tokens",
-    ),
-    bug(
         "table-row-left-at-zero-without-a-prefix",
         PagedSteps(tables=_without_prefix_at_zero),
         kind="row of the table",
         reference="vllm-project/vllm#7018",
-        trigger=several,
-    ),
-    bug(
-        "page-numbers-converted-twice",
-        PagedSteps(tables=lambda call: _with_table(call, _table(call) * 2)),
-        kind="unit of a page",
-        reference="ATOM#234",
-    ),
-    bug(
-        "table-row-of-the-next-sequence",
-        PagedSteps(pages=lambda slot, call: jnp.roll(_table(call), -1, axis=0)[:, slot]),
-        kind="row of the table",
-        reference="attention-gym#189, a mask looked up at the row and not at its slot",
         trigger=several,
     ),
     bug(
@@ -126,23 +78,11 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=several,
     ),
     bug(
-        "page-of-the-next-tile",
-        PagedSteps(pages=_next_slot),
-        kind="off by one page",
-        reference="tokenspeed#522",
-    ),
-    bug(
         "values-of-the-next-page",
         PagedSteps(values=lambda x, pages, row: x[jnp.clip(pages + 1, 0, len(x) - 1), row]),
         kind="off by one page",
         reference="NVIDIA/TensorRT-LLM#4943, which touches the page behind",
         shows="out",
-    ),
-    bug(
-        "page-size-of-16-whatever-it-is",
-        PagedSteps(locate=_page_of_16),
-        kind="unit of a page",
-        reference="inferred from vllm-project/vllm#31282, where a page of the manager is not one of the kernel",
     ),
     bug(
         "page-size-read-from-the-axis-of-heads",
@@ -163,59 +103,16 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="sgl-project/sglang#9675, a table narrower than the longest row",
     ),
     bug(
-        "row-of-a-page-off-by-one",
-        PagedSteps(locate=lambda j, call: (j // call.page_size, (j + 1) % call.page_size)),
-        kind="unit of a page",
-        reference="inferred",
-    ),
-    bug(
         "page-off-by-one-at-exact-multiples",
         PagedSteps(locate=lambda j, call: (jnp.maximum(j - 1, 0) // call.page_size, j % call.page_size)),
         kind="off by one page",
         reference="inferred",
     ),
     bug(
-        "values-behind-the-length-kept",
-        PagedSteps(clean_values=lambda x, seen: x),
-        kind="tail",
-        reference="vllm-project/vllm#936, vllm-project/vllm#47305",
-        shows="out",
-    ),
-    bug(
-        "full-last-page-taken-for-empty",
-        PagedSteps(ends=_last_page_by_remainder, position=lambda place, q, kv, call: kv - q + place),
-        kind="tail",
-        reference="MinivLLM#87",
-    ),
-    bug(
         "length-rounded-up-to-pages",
         PagedSteps(ends=lambda call: -(-call.kv_lens // call.page_size) * call.page_size),
         kind="tail",
         reference="openvinotoolkit/openvino#37377, pages times page size for the length",
-    ),
-    bug(
-        "one-slot-behind-the-query",
-        PagedSteps(
-            causal=lambda j, position: j <= position[:, None] + 1,
-            ends=lambda call: call.kv_lens + 1,
-            position=lambda place, q, kv, call: kv - 1 - q + place,
-        ),
-        kind="tail",
-        reference="inferred",
-    ),
-    bug(
-        "length-of-the-first-sequence-for-all",
-        PagedSteps(ends=lambda call: jnp.broadcast_to(call.kv_lens[0], call.kv_lens.shape)),
-        kind="lengths",
-        reference="vllm-project/flash-attention#176",
-        trigger=several,
-    ),
-    bug(
-        "length-of-the-longest-sequence-for-all",
-        PagedSteps(ends=lambda call: jnp.broadcast_to(call.kv_lens.max(), call.kv_lens.shape)),
-        kind="lengths",
-        reference="flashinfer-ai/flashinfer#4829, a plan for equal lengths used with others",
-        trigger=several,
     ),
     bug(
         "length-without-the-new-tokens",

@@ -12,14 +12,6 @@ from tests.planted.planting.served import Call, PagedSteps
 Array = jax.Array
 
 
-def _window_from_page(j: Array, position: Array, call: Call, place: Array) -> Array:
-    """The page in which the window begins is read from its start."""
-    if call.left is None:
-        return jnp.asarray(True)
-    first = jnp.maximum(position - call.left, 0) // call.page_size * call.page_size
-    return j >= first[:, None]
-
-
 def _window_from_next_page(j: Array, position: Array, call: Call, place: Array) -> Array:
     """The page in which the window begins is taken for freed, unless it is the query's own."""
     if call.left is None:
@@ -35,15 +27,6 @@ def _window_of(more: int) -> PagedSteps:
         return jnp.asarray(True) if call.left is None else j >= position[:, None] - call.left - more
 
     return PagedSteps(window=window)
-
-
-def _window_by_place(j: Array, position: Array, call: Call, place: Array) -> Array:
-    return jnp.asarray(True) if call.left is None else j >= place[:, None] - call.left
-
-
-def _window_of_first_query(j: Array, position: Array, call: Call, place: Array) -> Array:
-    """All queries of a chunk have the window of its first."""
-    return jnp.asarray(True) if call.left is None else j >= (position - place)[:, None] - call.left
 
 
 def _no_window_in_decode(j: Array, position: Array, call: Call, place: Array) -> Array:
@@ -71,14 +54,6 @@ def _border(call: Call) -> tuple[Array, Array]:
     return found, token - call.cu_q_lens[jnp.minimum(found, call.rows)]
 
 
-def _one_query_each(call: Call) -> tuple[Array, Array]:
-    """If no sequence has more than one query, each is taken to have one."""
-    sequence, place = PagedSteps().sequence(call)
-    token = jnp.arange(len(call.q))
-    single = call.q_lens.max() <= 1
-    return jnp.where(single, jnp.minimum(token, call.rows), sequence), jnp.where(single, 0, place)
-
-
 BUGS: tuple[PlantedBug, ...] = (
     bug(
         "values-before-the-window-kept",
@@ -99,42 +74,11 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="sgl-project/sglang#27738",
     ),
     bug(
-        "causal-from-the-start",
-        PagedSteps(position=lambda place, q, kv, call: place),
-        kind="alignment",
-        reference="jax-ml/jax#24491",
-    ),
-    bug(
-        "causal-without-the-own-key",
-        PagedSteps(causal=lambda j, position: j < position[:, None]),
-        kind="alignment",
-        reference="flashinfer-ai/flashinfer#348",
-    ),
-    bug(
-        "chunk-without-causal",
-        PagedSteps(causal=lambda j, position: jnp.asarray(True)),
-        kind="alignment",
-        reference="nano-vllm#213, the length of the whole prompt for a chunk",
-    ),
-    bug(
-        "last-position-for-every-query",
-        PagedSteps(position=lambda place, q, kv, call: kv - 1),
-        kind="alignment",
-        reference="vllm-project/vllm#45227, a plan of one query used with several",
-    ),
-    bug(
         "position-by-the-longest-chunk",
         PagedSteps(position=lambda place, q, kv, call: kv - call.q_lens.max() + place),
         kind="alignment",
         reference="inferred from flashinfer-ai/flashinfer#4829",
         trigger=several,
-    ),
-    bug(
-        "paged-window-by-pages",
-        PagedSteps(window=_window_from_page),
-        kind="window",
-        reference="vllm-project/tpu-inference#1185, no mask in the block in which the window begins",
-        trigger=windowed,
     ),
     bug(
         "first-page-of-the-window-freed",
@@ -148,27 +92,6 @@ BUGS: tuple[PlantedBug, ...] = (
         _window_of(-1),
         kind="window",
         reference="sgl-project/sglang#32087",
-        trigger=windowed,
-    ),
-    bug(
-        "paged-window-one-key-long",
-        _window_of(1),
-        kind="window",
-        reference="ml-explore/mlx-lm#390",
-        trigger=windowed,
-    ),
-    bug(
-        "window-by-place-in-the-chunk",
-        PagedSteps(window=_window_by_place),
-        kind="window",
-        reference="lalamo#200",
-        trigger=windowed,
-    ),
-    bug(
-        "window-of-the-first-query-of-a-chunk",
-        PagedSteps(window=_window_of_first_query),
-        kind="window",
-        reference="flashinfer-ai/flashinfer#4972",
         trigger=windowed,
     ),
     bug(
@@ -189,13 +112,6 @@ BUGS: tuple[PlantedBug, ...] = (
         PagedSteps(sequence=_border),
         kind="borders",
         reference="inferred",
-        trigger=several,
-    ),
-    bug(
-        "one-query-for-every-sequence",
-        PagedSteps(sequence=_one_query_each),
-        kind="borders",
-        reference="Dao-AILab/flash-attention#1537",
         trigger=several,
     ),
 )

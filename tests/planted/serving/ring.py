@@ -83,14 +83,6 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=_has_several_key_heads,
     ),
     bug(
-        "heads-and-slots-of-values-mixed-up",
-        RingSteps(values=_read_as_slots_first),
-        kind="strides of a head-major cache",
-        reference="inferred from flashinfer's layouts NHD and HND, of which one is read as the other",
-        shows="out",
-        trigger=_has_several_key_heads,
-    ),
-    bug(
         "causal-by-slot",
         RingSteps(
             causal=lambda token, position, slots: jnp.arange(slots) <= (position % slots)[..., None],
@@ -132,13 +124,5 @@ BUGS: tuple[PlantedBug, ...] = (
         RingSteps(lengths=lambda lengths, slots: jnp.broadcast_to(lengths[:1], lengths.shape)),
         kind="length",
         reference="inferred from jax-ml/jax's cache_index of flax.linen, one for the whole batch",
-    ),
-    bug(
-        "stale-values-multiplied-by-zero",
-        RingSteps(clean_values=lambda x, seen: x),
-        kind="stale slots",
-        reference="inferred: weights of 0 times values that nobody wrote",
-        shows="out",
-        trigger=has_free_slots,
     ),
 )

@@ -6,11 +6,10 @@ import functools
 
 from cases.case import Case
 from cases.case_id import parse_case_id
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.packed_bug import trained
-from tests.planted.planting.source_change import Change, changed
+from tests.planted.planting.source_change import Change, build_changed
 
 _LONGEST_BLOCK = 32
 CASE = parse_case_id(
@@ -26,12 +25,7 @@ def _several_blocks(case: Case) -> bool:
     return trained(case) and case.q_length > _LONGEST_BLOCK
 
 
-def _build(name: str, change: Change) -> Implementation:
-    package = changed("impls.flash_gpu", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.build_packed_implementation(name, on_gpu=False)
-    return found
-
-
+_build = functools.partial(build_changed, "impls.flash_gpu", "build_packed_implementation", on_gpu=False)
 _bug = functools.partial(
     stored_bug.bug,
     family="flash gpu packed",
