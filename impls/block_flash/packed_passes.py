@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from impls.block_flash.backward import PairGradients, compute_dsinks, compute_pair_gradients
-from impls.block_flash.forward import Outputs, RunningSoftmax, add_block, finish_softmax, replace_neg_inf, start_softmax
+from impls.block_arithmetic import compute_dsinks, put_block, replace_neg_inf, take_block
+from impls.block_flash.backward import PairGradients, compute_pair_gradients
+from impls.block_flash.forward import Outputs, RunningSoftmax, add_block, finish_softmax, start_softmax
 from impls.block_flash.operand_blocks import (
     Pair,
     compute_pair_logits,
@@ -25,8 +26,6 @@ from impls.block_flash.operand_blocks import (
     cut_rows,
     join_keys,
     join_queries,
-    put_block,
-    take_block,
 )
 from impls.block_flash.packed_key_ranges import PackedPlan, compute_allowed, compute_ranges, has_pair
 from impls.packed_sequences import SequenceTables

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from conformance import tunable
+from impls.pallas_gpu.triton_tiles import MIN_TILE, round_up_to_tile
 
 Axis = Literal["q", "kv"]
 Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
-
-# The smallest side of an operand of Triton's matrix product.
-MIN_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,8 +328,3 @@ def find_narrowest(
         and entry.full_mask <= full_mask
     )
     return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device, not entry.full_mask))
-
-
-def round_up_to_tile(size: int) -> int:
-    """Round `size` up to the side of a tile: the next power of two, at least `MIN_TILE`."""
-    return max(MIN_TILE, 1 << (size - 1).bit_length())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from impls.flash_gpu.packed_visits import KeyRanges
@@ -36,8 +35,3 @@ class QueryRows(NamedTuple):
     d_out: Float[Array, "B T N V"]  # in q's dtype
     shift: Float32[Array, "B N T"]  # `logsumexp`, 0 for rows that attend to nothing
     row_sums: Float32[Array, "B N T"]  # `<out, d_out>` minus the cotangent of `logsumexp`
-
-
-def make_shape(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:
-    """Make the shape and dtype of an output, with the mesh axes over which it varies."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from impls.flash_gpu.exponentials import replace_neg_inf
+from impls.block_arithmetic import compute_dsinks, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, QueryRows
 from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.mosaic import forward as mosaic_forward
@@ -48,12 +48,6 @@ def run_backward(
         k=dk,
         v=dv,
         bias=None if operands.bias is None else triton_backward.compute_dbias(plan, operands, operands.bias, rows),
-        sinks=None if operands.sinks is None else _compute_dsinks(operands.sinks, rows),
+        sinks=compute_dsinks(operands.sinks, rows.shift, row_sums),
         segment_ids=None,
     )
-
-
-def _compute_dsinks(sinks: Float[Array, " N"], rows: QueryRows) -> Float[Array, " N"]:
-    """Compute the gradient of the sinks `[N]`."""
-    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
-    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

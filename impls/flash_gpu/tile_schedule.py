@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
-from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, round_up_to_tile
+from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles
 from impls.jax_compat import Interpret
+from impls.pallas_gpu.triton_tiles import round_up_to_tile
 
 BlockKind = Literal["full", "partial"]
 BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")

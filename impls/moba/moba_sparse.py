@@ -24,7 +24,7 @@ from impls.moba.moba_gate import choose_chunks
 from impls.moba.moba_operands import validate_moba
 from impls.moba.moba_plan import Backend, MobaPlan, MobaWork, divide_work
 from impls.moba.moba_tpu import fit_block_rows
-from impls.splash_tpu.block_sizes import LANES
+from impls.pallas_tpu.tpu_tiles import LANES
 from impls.varying_axes import find_varying_axes, mark_varying
 
 # Largest number of queries per block, by backend. docs/measurements/tpu-cycles.md has the cycles behind that for TPU.

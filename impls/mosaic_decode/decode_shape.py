@@ -7,9 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from impls.flash_gpu.mosaic.mosaic_shape import LANES, ROWS, SHARED_MEMORY
-from impls.flash_gpu.pallas_backends import find_compiler_limit, find_device_limit
 from impls.jax_compat import Interpret, get_device_kind
+from impls.pallas_gpu.mosaic_tiles import LANES, ROWS, SHARED_MEMORY, find_compiler_limit, find_device_limit
 
 TILE_KEYS = 64
 """Keys per tile."""

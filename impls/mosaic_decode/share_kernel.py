@@ -40,20 +40,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from impls.flash_gpu.exponentials import LN_2
-from impls.flash_gpu.flash_gpu_arrays import make_shape
-from impls.flash_gpu.mosaic.mosaic_shape import ROWS, allocate_tile
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.block_arithmetic import LN_2, make_shape
+from impls.jax_compat import Scalar, build_mosaic_call, load_device_vector
+from impls.mosaic_decode.decode_shape import TILE_KEYS, DecodeShape
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     SUM_COLUMNS,
     RunningSoftmax,
     accumulate,
+    allocate_tile,
     broadcast_over_keys,
     compute_logits,
     multiply,
     update_softmax,
 )
-from impls.jax_compat import Scalar, build_mosaic_call, load_device_vector
-from impls.mosaic_decode.decode_shape import TILE_KEYS, DecodeShape
 from impls.varying_axes import find_varying_axes, mark_varying
 
 _MAX_INT32 = 2**31 - 1

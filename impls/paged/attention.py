@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from conformance.contract import FLOATS
 from impls import softmax_merge
-from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.mosaic_decode.decode_shape import TILE_KEYS, find_decode_limit
 from impls.paged import page_scales as side_by_side
 from impls.paged import paged_gpu, paged_portable, paged_tpu
 from impls.paged.page_blocks import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
+from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu", "mosaic"]

@@ -16,10 +16,9 @@ from jax import lax
 
 from impls.paged.paged_plan import Operands, PagedPlan, find_block_range
 from impls.paged.query_tiles import QueryTiles
-from impls.splash_tpu.vmem import DEFAULT_SCOPED, find_limit
+from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, find_limit
 
 LANES = 128
-SUBLANES = 8
 NUM_BUFFERS = 2
 """Blocks of pages in VMEM: one is being computed, one is being copied."""
 LATENT_ROWS = 2048

@@ -30,18 +30,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.block_sizes import MIN_TILE, round_up_to_tile
-from impls.flash_gpu.exponentials import compute_exp
-from impls.flash_gpu.flash_gpu_arrays import make_shape
-from impls.flash_gpu.mosaic.mosaic_shape import ROWS
-from impls.flash_gpu.triton.triton_tiles import compute_positions
+from impls.block_arithmetic import compute_exp, make_shape, multiply_tiles, replace_neg_inf
 from impls.jax_compat import Interpret, Ref, Scalar, build_triton_call, count_multiprocessors
 from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
 from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
 from impls.paged.key_shares import build_shares
 from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
 from impls.paged.query_tiles import build_tiles
-from impls.ragged.ragged_plan import replace_neg_inf
+from impls.pallas_gpu.mosaic_tiles import ROWS
+from impls.pallas_gpu.triton_tiles import MIN_TILE, compute_positions, round_up_to_tile
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -269,12 +266,13 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)
         v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
         z = jnp.where(
-            compute_allowed(plan, i, j[None, :]), compute_logits(plan, _multiply(q, k, 1)), -jnp.inf
+            compute_allowed(plan, i, j[None, :]), compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
         )  # masked logits, equations (1) to (3)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
-            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # weighted sum of values, eq. (6)
+            out=old.out * decay[:, None]
+            + multiply_tiles(weights.astype(v.dtype), v, (1, 0)),  # weighted sum of values, eq. (6)
             max=top,
             sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
@@ -352,10 +350,3 @@ def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth
     plt.store(at, part.out, mask=exist)
     plt.store(outputs["max"].at[rows], part.max, mask=there)
     plt.store(outputs["sum"].at[rows], part.sum, mask=there)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

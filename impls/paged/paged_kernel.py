@@ -35,8 +35,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from impls.block_arithmetic import LN_2, multiply_tiles
 from impls.jax_compat import Ref, Scalar
-from impls.paged.page_blocks import LANES, SUBLANES, PageBlocks
+from impls.paged.page_blocks import PageBlocks
 from impls.paged.page_copies import (
     PageCache,
     Results,
@@ -48,7 +49,7 @@ from impls.paged.page_copies import (
 )
 from impls.paged.paged_plan import PagedPlan, compute_allowed, compute_logits, find_key_range
 from impls.paged.query_tiles import QueryTiles
-from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, repeat_lanes, sum_by_lane
 
 TOGETHER = 32
 """Number of tokens whose heads are split at a time."""
@@ -270,7 +271,7 @@ def _add_units(
     several = HEADS if units.total % HEADS == 0 else 1
 
     def products_of(number: Scalar) -> jax.Array:
-        return _multiply(heads.q[units.place(number)], units.keys(number)[0], 1)  # [rows, block]
+        return multiply_tiles(heads.q[units.place(number)], units.keys(number)[0], (1, 1))  # [rows, block]
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
@@ -281,15 +282,15 @@ def _add_units(
             products, (before, total, acc) = coming, softmax[n]
             if n + 1 < several:
                 coming = products_of(these[n + 1])
-            z = compute_logits(plan, products, LOG_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
+            z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
             z = masked(this, z)  # hidden pairs get -inf, equation (3)
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
             values = units.keys(this)[1]
-            acc = acc * repeat_lanes(decay, depth_v) + _multiply(
-                units.of_values(this, weights).astype(values.dtype), values, 0
+            acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
+                units.of_values(this, weights).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)
-            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # sum of weights, equation (5)
+            softmax[n] = top, total * decay + sum_by_lane(weights), acc  # sum of weights, equation (5)
         for this, found in zip(these, softmax, strict=True):
             place = units.place(this)
             heads.max[place], heads.sum[place], heads.out[place] = found
@@ -297,19 +298,11 @@ def _add_units(
     lax.fori_loop(jnp.int32(0), jnp.int32(units.total // several), of_units, None)
 
 
-def _sum_by_lane(weights: jax.Array) -> jax.Array:
-    """Sum over the keys by lane, `[rows, LANES]`; keys that do not fill a register are summed into the first lane."""
-    if weights.shape[1] % LANES == 0:
-        return sum_by_lane(weights)
-    first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
-    return jnp.where(first, weights.sum(axis=-1, keepdims=True), 0.0)
-
-
 def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> None:
     """Write the part of `size` queries. The second array has `max` in the first lane and `sum` in the others."""
     rows = size * tile.group
     top, total = heads.max[:, :rows], heads.sum[:, :rows].sum(axis=-1, keepdims=True)
-    top = jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LOG_2))
+    top = jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LN_2))
     statistics = jnp.where(lax.broadcasted_iota(jnp.int32, top.shape, 2) == 0, top, total)
     for given, x in zip(results.tile, (heads.out[:, :rows], statistics), strict=True):
         given[:size] = _restore_queries(x, size)
@@ -327,9 +320,3 @@ def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
     num_kv_heads, rows, width = x.shape
     split = x.reshape(num_kv_heads, queries, rows // queries, width)
     return split.transpose(1, 0, 2, 3).reshape(queries, -1, width)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

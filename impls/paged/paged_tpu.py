@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.block_arithmetic import make_shape
 from impls.jax_compat import Interpret, Ref
 from impls.paged.page_blocks import LANES, NUM_BUFFERS, PageBlocks, build_blocks, find_chip_room
 from impls.paged.page_copies import PageCache, Results
@@ -45,7 +46,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     out, statistics = pl.pallas_call(
         kernel,
         out_shape=mark_shapes_varying(
-            [_make_f32_shape((total, heads, width)) for width in (depth_v, LANES)], arrays[0]
+            [make_shape((total, heads, width), jnp.float32) for width in (depth_v, LANES)], arrays[0]
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -134,7 +135,3 @@ def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any,
 
 _NUM_TILE_LISTS = len(QueryTiles._fields) - 1
 _NUM_BLOCK_LISTS = len(PageBlocks._fields)
-
-
-def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -12,7 +12,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from impls.flash_gpu.mosaic.mosaic_shape import ROWS, round_up
 from impls.jax_compat import Interpret, count_multiprocessors
 from impls.mosaic_decode.decode_shape import (
     MIN_PAGE_ROWS,
@@ -23,6 +22,7 @@ from impls.mosaic_decode.decode_shape import (
     find_shape_limit,
 )
 from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
+from impls.pallas_gpu.mosaic_tiles import ROWS, round_up
 from impls.ragged.ragged_plan import Operands, RaggedPlan, find_block_range, find_key_range
 from impls.softmax_merge import Part, merge_axis
 

@@ -149,8 +149,3 @@ def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> 
         return products * jnp.float32(plan.scale / unit)  # scaled logits, equation (1)
     x = products * jnp.float32(plan.scale)  # scaled logits, equation (1)
     return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # soft cap, equation (2)
-
-
-def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)

@@ -19,19 +19,12 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from impls.block_arithmetic import multiply, replace_neg_inf
 from impls.jax_compat import Scalar
-from impls.ragged.ragged_plan import (
-    Operands,
-    RaggedPlan,
-    compute_allowed,
-    compute_logits,
-    find_block_range,
-    replace_neg_inf,
-)
+from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_block_range
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -62,20 +55,15 @@ def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Scalar,
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
     found = compute_allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = compute_logits(plan, _multiply("bkrh,bskh->bkrs", operands.q, k))  # logits with soft cap, equations (1) and (2)
+    z = compute_logits(plan, multiply("bkrh,bskh->bkrs", operands.q, k))  # logits with soft cap, equations (1) and (2)
     z = jnp.where(found[:, None], z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
-    out = _multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    out = multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(
         out=old.out * decay + out,  # weighted sum of values, equation (6)
         max=top,
         sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
-
-
-def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

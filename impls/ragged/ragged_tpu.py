@@ -34,11 +34,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.block_arithmetic import LN_2, make_shape, multiply_tiles
 from impls.jax_compat import Interpret, Ref, Scalar, count_tpu_cores
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, repeat_lanes, sum_by_lane
 from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_key_range
 from impls.ragged.ragged_schedule import RaggedSteps, build_steps
 from impls.softmax_merge import Part
-from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
 LANES = 128
@@ -96,7 +97,9 @@ def attend(
     found = Part(
         *pl.pallas_call(
             functools.partial(_kernel, plan),
-            out_shape=mark_shapes_varying([_make_f32_shape((batch, num_kv_heads, rows, width)) for width in widths], q),
+            out_shape=mark_shapes_varying(
+                [make_shape((batch, num_kv_heads, rows, width), jnp.float32) for width in widths], q
+            ),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(num_kv_heads // heads, steps.total),
@@ -111,7 +114,7 @@ def attend(
     top = found.max[:, :, :given, :1]
     return Part(
         out=found.out[:, :, :given],
-        max=jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LOG_2)),
+        max=jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LN_2)),
         sum=found.sum[:, :, :given].sum(axis=-1, keepdims=True),
     )
 
@@ -209,33 +212,15 @@ def _add_heads(
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
     every = range(heads)
-    products = [_multiply(q_ref[head], k_ref[head], 1) for head in every]  # [rows, block]
-    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # logits with soft cap, equations (1) and (2)
+    products = [multiply_tiles(q_ref[head], k_ref[head], (1, 1)) for head in every]  # [rows, block]
+    z = [masked(compute_logits(plan, x, LN_2)) for x in products]  # logits with soft cap, equations (1) and (2)
     before = [kept.max[head] for head in every]
     top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # maximum (4)
     weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
     decay = [jnp.exp2(old - m) for old, m in zip(before, top, strict=True)]
     values = [alive(v_ref[head]) for head in every]
-    added = [_multiply(p.astype(v.dtype), v, 0) for p, v in zip(weights, values, strict=True)]
+    added = [multiply_tiles(p.astype(v.dtype), v, (1, 0)) for p, v in zip(weights, values, strict=True)]
     for head in every:
         kept.max[head] = top[head]
-        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # sum of weights, equation (5)
+        kept.sum[head] = kept.sum[head] * decay[head] + sum_by_lane(weights[head])  # sum of weights, equation (5)
         kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # out (6)
-
-
-def _sum_by_lane(weights: jax.Array) -> jax.Array:
-    """Sum over the keys by lane, `[rows, LANES]`; keys that do not fill a register are summed into the first lane."""
-    if weights.shape[1] % LANES == 0:
-        return sum_by_lane(weights)
-    first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
-    return jnp.where(first, weights.sum(axis=-1, keepdims=True), 0.0)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-LANES = 128
-"""Width of a vector register; block lengths are multiples of it."""
+from impls.pallas_tpu.tpu_tiles import LANES, round_up
 
 _MAX_PARTS = 16
 
@@ -108,8 +107,3 @@ class BlockSizes:
         """Build block sizes that are the same in every phase."""
         blocks = Blocks(q, kv, kv_compute, part)
         return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
-
-
-def round_up(length: int, block: int) -> int:
-    """Round `length` up to a multiple of `block`."""
-    return -(-length // block) * block

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Scalar
-from impls.splash_tpu.block_sizes import LANES
+from impls.pallas_tpu.tpu_tiles import LANES, make_column
 from impls.splash_tpu.diagonal_bands import BlockPart
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
@@ -41,7 +41,6 @@ from impls.splash_tpu.splash_tiles import (
     add_block,
     compute_allowed,
     compute_logits,
-    make_column,
     multiply,
     read_tile,
     when,

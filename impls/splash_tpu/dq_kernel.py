@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.splash_tpu.block_sizes import LANES
+from impls.pallas_tpu.tpu_tiles import LANES, make_column, repeat_lanes
 from impls.splash_tpu.diagonal_bands import BlockPart
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
@@ -32,10 +32,8 @@ from impls.splash_tpu.splash_tiles import (
     compute_allowed,
     compute_logits,
     load_query_columns,
-    make_column,
     multiply,
     read_tile,
-    repeat_lanes,
     when,
     zero_unseen_keys,
 )

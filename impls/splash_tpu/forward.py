@@ -44,14 +44,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.splash_tpu.block_sizes import LANES
+from impls.block_arithmetic import LN_2
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, LANES, repeat_lanes, sum_by_lane
 from impls.splash_tpu.diagonal_bands import BlockPart, KeySpan
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
 from impls.splash_tpu.splash_schedule import Steps
 from impls.splash_tpu.splash_tiles import (
-    EMPTY_MAXIMUM,
-    LOG_2,
     MaskInputs,
     Step,
     add_block,
@@ -60,8 +59,6 @@ from impls.splash_tpu.splash_tiles import (
     load_query_columns,
     multiply,
     read_tile,
-    repeat_lanes,
-    sum_by_lane,
     when,
     zero_unseen_keys,
 )
@@ -134,7 +131,7 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         products, (maximum, total, acc) = next_products, softmax[at]
         if number + 1 < len(steps):
             next_products = compute_products(*steps[number + 1])
-        logits, _ = compute_logits(call, products, LOG_2)  # logits with soft cap, equations (1) and (2)
+        logits, _ = compute_logits(call, products, LN_2)  # logits with soft cap, equations (1) and (2)
         found = compute_allowed(call, masking, parts[at].rows, keys)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # hidden pairs get -inf, equation (3)
@@ -159,7 +156,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest
     if inputs.sinks is not None:
         # The largest sinks would overflow here. They take all the weight, whatever they are.
-        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LOG_2), np.finfo(np.float32).max)
+        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LN_2), np.finfo(np.float32).max)
         maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
@@ -177,12 +174,12 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest if alone else row(maximum)
     has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
+    logsumexp = maximum * jnp.float32(LN_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
     if inputs.sinks is not None:
         logsumexp = jnp.maximum(logsumexp, inputs.sinks[...][:, :1])  # exact for sinks that take all the weight
     outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
-        outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))
+        outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LN_2))
 
 
 def _extract_row(diagonal: jax.Array, x: jax.Array) -> jax.Array:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from impls.splash_tpu.block_sizes import Blocks, round_up
+from impls.pallas_tpu.tpu_tiles import round_up
+from impls.splash_tpu.block_sizes import Blocks
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, StepKinds, Steps
 
 

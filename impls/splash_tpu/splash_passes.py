@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from impls.splash_tpu.block_sizes import LANES
+from impls.block_arithmetic import compute_dsinks, make_shape
+from impls.pallas_tpu.tpu_tiles import LANES
 from impls.splash_tpu.dkv_kernel import compute_dkv
 from impls.splash_tpu.dq_kernel import compute_dq
 from impls.splash_tpu.forward import forward
@@ -41,9 +42,9 @@ def run_forward(plan: SplashPlan, lists: StepLists, operands: Operands) -> Outpu
     """Compute `out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the plan says so, `max_logits`."""
     call = build_call("forward", plan, operands)
     batch, heads, length = operands.q.shape[:3]
-    row = _make_shape((batch * heads, 1, call.q_padded), jnp.float32)
+    row = make_shape((batch * heads, 1, call.q_padded), jnp.float32)
     shapes = Outputs(
-        out=_make_shape((batch * heads, call.q_padded, call.head_dim_v), operands.q.dtype),
+        out=make_shape((batch * heads, call.q_padded, call.head_dim_v), operands.q.dtype),
         logsumexp=row,
         max_logits=row if plan.save_max_logits else None,
     )
@@ -76,11 +77,7 @@ def run_backward(
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
     shift = jnp.where(logsumexp == plan.mask_value, jnp.inf, logsumexp)
-    if operands.sinks is None:
-        dsinks = None
-    else:
-        sinks = operands.sinks.astype(jnp.float32)[None, :, None]
-        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # dsinks, eq. (17)
+    dsinks = compute_dsinks(operands.sinks, shift, row_sums)  # dsinks, equation (17)
 
     def inputs(call: KernelCall, steps: Steps) -> Inputs:
         rows = call.q_padded - call.plan.q_length
@@ -95,9 +92,9 @@ def run_backward(
     batch, q_heads, q_length, head_dim = operands.q.shape
     kv_heads, kv_length = operands.k.shape[1:3]
     shapes = Outputs(
-        dq=_make_shape((batch * q_heads, call.q_padded, head_dim), jnp.float32) if call.fused else None,
-        dk=_make_shape((batch * kv_heads, call.kv_padded, head_dim), operands.k.dtype),
-        dv=_make_shape((batch * kv_heads, call.kv_padded, call.head_dim_v), operands.v.dtype),
+        dq=make_shape((batch * q_heads, call.q_padded, head_dim), jnp.float32) if call.fused else None,
+        dk=make_shape((batch * kv_heads, call.kv_padded, head_dim), operands.k.dtype),
+        dv=make_shape((batch * kv_heads, call.kv_padded, call.head_dim_v), operands.v.dtype),
     )
     if call.fused:
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
@@ -107,7 +104,7 @@ def run_backward(
     else:
         assert lists.dq is not None
         call = build_call("dq", plan, operands)
-        shape = _make_shape((batch * q_heads, call.q_padded, head_dim), operands.q.dtype)
+        shape = make_shape((batch * q_heads, call.q_padded, head_dim), operands.q.dtype)
         dq = compute_dq(call, lists.dq, lists.q_offset, inputs(call, lists.dq), Outputs(dq=shape)).dq
     return Operands(
         q=_split_batch(dq[:, :q_length], batch),
@@ -145,10 +142,6 @@ def _build_inputs(call: KernelCall, operands: Operands, steps: Steps) -> Inputs:
         sinks=sinks,
         stored=steps.stored,
     )
-
-
-def _make_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
 
 
 def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from cases.masks import Mask
 from impls.jax_compat import Interpret
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts, round_up
+from impls.pallas_tpu.tpu_tiles import round_up
+from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts
 from impls.splash_tpu.splash_schedule import StepKinds
 
 Precision = Literal["exact", "bf16"]

@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from cases.masks import EMPTY, FULL, PARTIAL, Mask
-from impls.splash_tpu.block_sizes import Blocks, round_up
+from impls.pallas_tpu.tpu_tiles import round_up
+from impls.splash_tpu.block_sizes import Blocks
 from impls.splash_tpu.diagonal_bands import find_diagonals
 
 FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16

@@ -5,38 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from impls.jax_compat import find_tpu_vmem
-from impls.splash_tpu.block_sizes import LANES, Blocks, round_up
-
-DEFAULT_SCOPED = 16 * 2**20
-"""Bytes of VMEM that a kernel may use by default, on every generation."""
-
-SMALLEST_VMEM = 16 * 2**20
-"""Bytes of VMEM of a core of v4, the smallest of v4 and all later chips (`pltpu.get_tpu_info_for_chip`)."""
+from impls.pallas_tpu.tpu_tiles import LANES, VmemLimit, round_up
+from impls.splash_tpu.block_sizes import Blocks
 
 _CANDIDATE_SIZES = (4096, 2048, 1024, 512, 256, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class VmemLimit:
-    """How much VMEM a kernel may use, and where the limit comes from."""
-
-    bytes: int
-    of: str
-
-
-def find_limit(requested: int | None) -> VmemLimit:
-    """Find the VMEM limit of a kernel that is being traced: the requested one, the chip's, or the smallest chip's.
-
-    The chip is that of the mesh in scope or of the process; in an interpreter there is none.
-    """
-    if requested is not None:
-        return VmemLimit(requested, "vmem_limit_bytes")
-    found = find_tpu_vmem()
-    if found is None:
-        return VmemLimit(SMALLEST_VMEM, "a core of v4, the smallest; for a larger chip give vmem_limit_bytes")
-    kind, capacity = found
-    return VmemLimit(capacity, f"a core of {kind}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from cases.case import Case
 from cases.masks import Full, Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation, validate_mask
 from impls import softmax_merge
+from impls.block_arithmetic import replace_neg_inf
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED
 from impls.ragged.implementation import lower_mask, refuse_mixed_windows
@@ -28,7 +29,6 @@ from impls.ragged.ragged_plan import (
     compute_logits,
     flatten_queries,
     lower_lengths,
-    replace_neg_inf,
     restore_queries,
 )
 from impls.ragged.ragged_schedule import build_steps

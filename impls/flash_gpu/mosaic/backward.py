@@ -29,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.block_arithmetic import make_shape
+from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
 from impls.flash_gpu.mosaic.backward_tiles import (
     build_backward_inputs,
     build_scratch,
@@ -40,19 +41,20 @@ from impls.flash_gpu.mosaic.backward_tiles import (
 from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, launch
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, build_shape
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, build_shape
+from impls.flash_gpu.mosaic.mosaic_tiles import zero_unseen_rows
+from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     accumulate,
     broadcast_over_keys,
     broadcast_over_queries,
     compute_logits,
     get_exponent_factor,
     multiply,
-    zero_unseen_rows,
 )
-from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import Scalar
 
 
 def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:

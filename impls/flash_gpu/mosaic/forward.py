@@ -28,26 +28,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import LN_2, convert_sinks, replace_neg_inf
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
+from impls.block_arithmetic import LN_2, convert_sinks, make_shape, replace_neg_inf
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
 from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
-from impls.flash_gpu.mosaic.mosaic_tiles import (
-    SUM_COLUMNS,
-    PairSpan,
-    RunningSoftmax,
-    accumulate,
-    broadcast_over_keys,
-    compute_allowed,
-    compute_logits,
-    multiply,
-    update_softmax,
-    zero_unseen_rows,
-)
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, KernelShape, build_shape
+from impls.flash_gpu.mosaic.mosaic_tiles import PairSpan, compute_allowed, zero_unseen_rows
 from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
+    SUM_COLUMNS,
+    RunningSoftmax,
+    accumulate,
+    allocate_tile,
+    broadcast_over_keys,
+    compute_logits,
+    multiply,
+    update_softmax,
+)
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:

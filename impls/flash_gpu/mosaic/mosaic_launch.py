@@ -35,10 +35,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, round_up
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, KernelShape
 from impls.flash_gpu.mosaic.tile_order import TileOrder, deal_tiles
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, Visits
 from impls.jax_compat import Scalar, build_mosaic_call, count_multiprocessors
+from impls.pallas_gpu.mosaic_tiles import ROWS, round_up
 from impls.varying_axes import find_varying_axes, mark_varying
 
 INTERPRETED_PROGRAMS = 3

@@ -11,21 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.block_sizes import Axis, Kernel, Ring, Tiles
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.pallas_gpu.mosaic_tiles import LANES, ROWS, round_up
 
-ROWS = 64
-"""Rows of the matrix product that one warpgroup computes."""
 COMPUTE_WARPGROUPS = 2
 """Warpgroups that compute; one more fetches tiles."""
 OWNED_ROWS = COMPUTE_WARPGROUPS * ROWS
 """Queries or keys that a program owns, `ROWS` for each computing warpgroup."""
 MAX_UNSPLIT_DEPTH = 128
 """Largest head depth at which one warpgroup has registers for both dk and dv of its keys in f32."""
-SWIZZLE_BYTES = 128
-"""Bytes of the widest swizzle."""
-LANES = SWIZZLE_BYTES // 2
-"""Head depths are padded to a multiple of this: the widest swizzle in two-byte elements."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory per thread block on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
 BARRIER_BYTES = 1024
 """Bytes reserved for barriers, of 8 bytes each, beyond the named buffers."""
 REDUCTION_BYTES = 2048
@@ -101,15 +94,3 @@ def count_shared_bytes(scratch: dict[str, Any], *, reduces: bool) -> int:
     buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
     sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
     return sum(round_up(size, _ALIGNMENT) for size in sizes) + BARRIER_BYTES + (REDUCTION_BYTES if reduces else 0)
-
-
-def allocate_tile(dtype: Any, *sizes: int) -> Any:
-    """Allocate tiles in shared memory, in the layout that TMA writes and `wgmma` reads: rows of 128 bytes, swizzled."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
-    return plgpu.SMEM(sizes, dtype, transforms=transforms)
-
-
-def round_up(size: int, multiple: int) -> int:
-    """Round `size` up to a multiple."""
-    return -(-size // multiple) * multiple

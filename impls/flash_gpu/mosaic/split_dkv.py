@@ -28,15 +28,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.mosaic.backward_tiles import compute_allowed_keys, copy_group_step
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS
+from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     accumulate,
     broadcast_over_queries,
     compute_logits,
     get_exponent_factor,
     multiply,
 )
-from impls.jax_compat import Scalar
 
 VALUES, KEYS = 0, 1
 """Indices of the warpgroups that compute dv and dk."""

@@ -30,26 +30,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32
 
-from impls.flash_gpu.exponentials import LOG2_E, compute_fused_exp2
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.block_arithmetic import LOG2_E, make_shape
+from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.flash_gpu.triton.triton_launch import Arrays, Launch, Specs
 from impls.flash_gpu.triton.triton_tiles import (
     TilePair,
     compute_allowed,
     compute_logits,
-    find_seen_keys,
     get_logit_unit,
     get_program_ids,
     load_key_ranges,
-    load_rows,
-    load_values,
     multiply,
-    store_rows,
     visit_blocks,
-    zero_hidden_rows,
 )
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.triton_tiles import (
+    compute_fused_exp2,
+    find_seen_keys,
+    load_rows,
+    load_values,
+    store_rows,
+    zero_hidden_rows,
+)
 
 
 def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[Arrays, Specs]:

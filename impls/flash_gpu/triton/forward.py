@@ -24,25 +24,28 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, convert_sinks, replace_neg_inf
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
+from impls.block_arithmetic import LN_2, LOG2_E, convert_sinks, make_shape, replace_neg_inf
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.flash_gpu.triton.triton_launch import Arrays, Launch
 from impls.flash_gpu.triton.triton_tiles import (
     TilePair,
     compute_allowed,
     compute_logits,
-    find_seen_keys,
     get_logit_unit,
     get_program_ids,
-    load_rows,
     multiply,
-    store_rows,
-    store_values,
     visit_blocks,
-    zero_hidden_rows,
 )
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.triton_tiles import (
+    compute_fused_exp2,
+    find_seen_keys,
+    load_rows,
+    store_rows,
+    store_values,
+    zero_hidden_rows,
+)
 
 
 class RunningSoftmax(NamedTuple):

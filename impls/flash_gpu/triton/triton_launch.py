@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from impls.block_arithmetic import make_shape
 from impls.flash_gpu.block_sizes import Axis, Tiles
-from impls.flash_gpu.flash_gpu_arrays import Operands, make_shape
+from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.packed_visits import KeyRanges, compute_visits
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, BlockKind, FlashGpuPlan
 from impls.jax_compat import Scalar, build_triton_call

@@ -25,9 +25,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
+from impls.block_arithmetic import multiply_tiles
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, name_leaf
 from impls.flash_gpu.triton.triton_launch import Arrays, Launch
 from impls.jax_compat import Ref, Scalar
+from impls.pallas_gpu.triton_tiles import (
+    compute_positions,
+    load_values,
+)
 
 Carry = TypeVar("Carry")
 
@@ -69,63 +74,6 @@ class TilePair(NamedTuple):
 def get_program_ids() -> tuple[Any, Any, Any]:
     """Return this program's block along the axis that it owns, its head and its batch row."""
     return pl.program_id(0), pl.program_id(1), pl.program_id(2)
-
-
-def compute_positions(start: Scalar, size: int) -> jax.Array:
-    """Compute `start, ..., start + size - 1`, int32."""
-    return start + jnp.arange(size, dtype=jnp.int32)
-
-
-def load_rows(
-    ref: Ref,
-    start: Scalar,
-    size: int,
-    length: int,
-    depth: int,
-    head: Scalar = None,
-    at: Scalar = None,
-    there: Any = None,
-) -> jax.Array:
-    """Load a tile `[size, depth of the tile]` of rows `start, ...` of an array `[length, (heads,) depth]`.
-
-    The rows begin at `at` in `ref`. Rows for which `there`, booleans `[size]`, is False are not read either.
-    """
-    at = start if at is None else at
-    rows = ref.at[pl.ds(at, size), :] if head is None else ref.at[pl.ds(at, size), jnp.int32(head), :]
-    mask = find_existing(start, size, length, ref.shape[-1], depth)
-    if there is not None:
-        there = jnp.broadcast_to(there[:, None], (size, ref.shape[-1]))
-        mask = there if mask is None else mask & there
-    return plt.load(rows) if mask is None else plt.load(rows, mask=mask, other=0)
-
-
-def store_rows(ref: Ref, start: Scalar, tile: jax.Array, length: int, depth: int) -> None:
-    """Store rows `start, ...` of an array `[length, depth]`, of which `ref` is a block."""
-    mask = find_existing(start, tile.shape[0], length, tile.shape[1], depth)
-    plt.store(ref, tile.astype(ref.dtype), mask=mask)
-
-
-def find_existing(start: Scalar, size: int, length: int, columns: int, depth: int) -> jax.Array | None:
-    """Find which elements of a tile exist, booleans `[size, columns]`; None if all always do."""
-    if length % size == 0 and columns == depth:
-        return None
-    rows = compute_positions(start, size)[:, None] < length
-    return rows & (jnp.arange(columns, dtype=jnp.int32)[None, :] < depth)
-
-
-def load_values(ref: Ref, start: Scalar, size: int, length: int, head: Scalar = None, at: Scalar = None) -> jax.Array:
-    """Load a tile `[size]` of values `start, ...` of an array `[(heads,) length]`, at `at` in `ref`."""
-    at = start if at is None else at
-    values = ref.at[pl.ds(at, size)] if head is None else ref.at[jnp.int32(head), pl.ds(at, size)]
-    if length % size == 0:
-        return plt.load(values)
-    return plt.load(values, mask=compute_positions(start, size) < length, other=0)
-
-
-def store_values(ref: Ref, start: Scalar, values: jax.Array, length: int) -> None:
-    """Store values `start, ...` of an array `[length]`, of which `ref` is a block."""
-    size = values.shape[0]
-    plt.store(ref, values, mask=None if length % size == 0 else compute_positions(start, size) < length)
 
 
 def load_pairs(ref: Ref, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
@@ -205,22 +153,9 @@ def _evaluate_mask(
     return mask.allowed(i, j)
 
 
-def find_seen_keys(allowed: jax.Array) -> jax.Array:
-    """Find the keys of a tile `[queries, keys]` that any query may attend to, `[keys, 1]`."""
-    # Triton reduces numbers, not booleans.
-    return (jnp.max(allowed.astype(jnp.int32), axis=0) > 0)[:, None]
-
-
-def zero_hidden_rows(tile: jax.Array, visible: jax.Array | None) -> jax.Array:
-    """Zero the rows of `tile` that are not visible: they may be NaN, and 0 * NaN is not 0."""
-    return tile if visible is None else jnp.where(visible, tile, jnp.zeros_like(tile))
-
-
 def multiply(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
     """Multiply two tiles of one dtype in f32, contracting axis `over[0]` of `a` with `over[1]` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 and plan.exact else lax.Precision.DEFAULT
-    dimensions = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return multiply_tiles(a, b, over, exact=plan.exact)
 
 
 def get_logit_unit(plan: FlashGpuPlan, inputs: Arrays) -> float:
