@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs
-from impls.block_flash.packed_key_ranges import PackedPlan
-from impls.block_flash.packed_passes import PackedOperands, backward, forward
+from impls.block_flash.packed_passes import PackedOperands, PackedPlan, backward, forward
 from impls.derivative_refusals import refuse_reverse_mode
 from impls.packed_sequences import SequenceTables, Side, build_tables, check_packed_operands, resolve_window
 

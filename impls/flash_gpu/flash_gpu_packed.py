@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
 from impls.flash_gpu.block_sizes import BlockSizes
-from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.packed_block_sizes import look_up_packed
 from impls.flash_gpu.packed_visits import compute_ranges
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
 from impls.jax_compat import Interpret, get_device_kind, resolve_interpret
 from impls.packed_sequences import Side, build_tables, check_packed_operands, resolve_window
 from impls.varying_axes import find_varying_axes, mark_varying

@@ -21,12 +21,10 @@ import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
-from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.mosaic import backward_tiles
 from impls.flash_gpu.mosaic import forward as mosaic_forward
-from impls.flash_gpu.mosaic.dead_keys import zeroes_dead_keys
-from impls.flash_gpu.mosaic.mosaic_shape import KernelShape, count_shared_bytes
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.mosaic.mosaic_launch import KernelShape, count_shared_bytes, zeroes_dead_keys
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
 from impls.jax_compat import get_device_kind
 from impls.pallas_gpu.mosaic_tiles import (
     SHARED_MEMORY,
@@ -97,7 +95,7 @@ def find_misfit(
     """Return why a kernel with this ring does not fit a GPU at these head depths, or None if it fits.
 
     Keys that no query attends to (`dead_keys`) need an additional buffer, except at depths where they are zeroed before
-    the kernel (`impls.flash_gpu.mosaic.dead_keys`).
+    the kernel (`impls.flash_gpu.mosaic.mosaic_launch`).
     """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if max(head_dim, v_head_dim) > MAX_MOSAIC_DEPTH:

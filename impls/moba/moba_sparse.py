@@ -20,9 +20,7 @@ from impls.jax_compat import Interpret, resolve_interpret
 from impls.moba.backward import backward
 from impls.moba.forward import Outputs, forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
-from impls.moba.moba_gate import choose_chunks
-from impls.moba.moba_operands import validate_moba
-from impls.moba.moba_plan import Backend, MobaPlan, MobaWork, divide_work
+from impls.moba.moba_plan import Backend, MobaPlan, MobaWork, choose_chunks, divide_work, validate_moba
 from impls.moba.moba_tpu import fit_block_rows
 from impls.pallas_tpu.tpu_tiles import LANES
 from impls.varying_axes import find_varying_axes, mark_varying

@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from conformance.contract import FLOATS
 from impls import softmax_merge
 from impls.jax_compat import Interpret, resolve_interpret
-from impls.mosaic_decode.decode_shape import TILE_KEYS, find_decode_limit
-from impls.paged import page_scales as side_by_side
 from impls.paged import paged_gpu, paged_portable, paged_tpu
-from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.page_copies import check_page_scales, choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
+from impls.pallas_gpu.mosaic_decode import TILE_KEYS, find_decode_limit
 from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.softmax_merge import Part
 
@@ -30,7 +29,7 @@ BLOCK_KV = 256
 """Default number of keys that are read together, in whole pages.
 
 `BLOCK_Q` and `BLOCK_KV` are reasoned, not measured. On a TPU the defaults follow from its memory instead
-(`impls.paged.page_blocks`).
+(`impls.paged.page_copies`).
 """
 BLOCK_KV_GPU = 64
 """Default number of keys that are read together on a GPU, even where a page ends between them.
@@ -80,7 +79,7 @@ def attention(
       k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
       v_scales: the same for the values. Scales of tokens that no query sees may have any value.
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
-        `impls.paged.page_scales.side_by_side`, f32 `[pages, page_size, W]`.
+        `impls.paged.page_copies.side_by_side`, f32 `[pages, page_size, W]`.
       k_scale: one number for all keys, in place of `k_scales`: keys are `k_pages * k_scale`.
       v_scale: one number for all values, in place of `v_scales`.
       window: `(left, 0)`, how many keys a query sees before its own position.
@@ -213,7 +212,7 @@ def check_paged_operands(
         _check_whole_scales(of_all, (*scales, page_scales))
     elif page_scales is not None:
         _check_stored_dtypes(k, v)
-        side_by_side.check_page_scales(page_scales, k)
+        check_page_scales(page_scales, k)
     elif any(x is not None for x in scales):
         _check_stored_dtypes(k, v)
         _check_scales(k, *scales)

@@ -1,7 +1,7 @@
 """Paged attention for GPUs in Pallas: one program per share of a tile's keys, and one that merges shares.
 
-A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
-and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks up the page of each key in the
+A program owns a tile of queries, all of one sequence (`impls.paged.paged_plan`), for the heads of one key/value head,
+and a share of the blocks of keys that they see (`KeyShares`). It looks up the page of each key in the
 table and reads the key in place. So nothing of the cache is copied, and the work grows with the queries and the keys.
 
 From the logits z, equations (1) and (2) of `impls/__init__.py`, a program computes over the keys of its share, without
@@ -12,7 +12,7 @@ sink and without division:
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-These are kernels in Triton. For Hopper, `impls.mosaic_decode` has another kernel with the same results.
+These are kernels in Triton. For Hopper, `impls.pallas_gpu.mosaic_decode` has another kernel with the same results.
 
 A second kernel merges the parts of a tile in the order of their keys, so that every call gives the same bits. It writes
 each row to its place in the results.
@@ -32,15 +32,61 @@ from jax.experimental.pallas import triton as plt
 
 from impls.block_arithmetic import compute_exp, make_shape, multiply_tiles, replace_neg_inf
 from impls.jax_compat import Interpret, Ref, Scalar, build_triton_call, count_multiprocessors
-from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
-from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
-from impls.paged.key_shares import build_shares
-from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
-from impls.paged.query_tiles import build_tiles
+from impls.paged.paged_plan import (
+    Operands,
+    PagedPlan,
+    QueryTiles,
+    build_tiles,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+    find_key_range,
+)
+from impls.pallas_gpu.mosaic_decode import DecodeShape, Shares, VisibleKeys, attend_to_shares, count_slots
 from impls.pallas_gpu.mosaic_tiles import ROWS
 from impls.pallas_gpu.triton_tiles import MIN_TILE, compute_positions, round_up_to_tile
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
+
+
+class KeyShares(NamedTuple):
+    """Division of the key blocks of a call between programs; int32. Entries past the last share have no block.
+
+    A call may have tiles of long sequences, with many blocks of keys, and tiles of short ones. So a share is a fixed
+    number of blocks of one tile; the number follows from the total of all blocks. A program computes one share, whether
+    its tile is a part of a prompt or a single token over a long cache. Sharing one query's keys between programs
+    follows Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding".
+    """
+
+    tile: jax.Array  # [W], tile that the share belongs to
+    first: jax.Array  # [W], index of the share's first block in its sequence
+    end: jax.Array  # [W], one past the share's last block
+    before: jax.Array  # [L], number of shares of all earlier tiles
+    own: jax.Array  # [L], number of the tile's shares; 0 if its queries see no key
+
+
+def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:
+    """Build the shares of a call with blocks of `block` keys: about `programs`, plus at most one per tile."""
+    number = jnp.arange(len(tiles.row), dtype=jnp.int32)
+    first, end = find_block_range(plan, tiles.position, tiles.queries, block)
+    first = jnp.broadcast_to(first, number.shape)
+    blocks = jnp.where(number < tiles.total, jnp.maximum(end - first, 0), 0)
+    size = jnp.maximum((blocks.sum(dtype=jnp.int32) + (programs - 1)) // programs, 1)
+    count = (blocks + (size - 1)) // size
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    share = jnp.arange(len(number) + programs, dtype=jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, share, side="right", method="scan_unrolled"), len(number) - 1).astype(
+        jnp.int32
+    )
+    begin = first[tile] + (share - (ends - count)[tile]) * size
+    return KeyShares(
+        tile=tile,
+        first=begin.astype(jnp.int32),
+        end=jnp.where(share < ends[-1], jnp.minimum(begin + size, end[tile]), begin).astype(jnp.int32),
+        before=ends - count,
+        own=count,
+    )
+
 
 MAX_ROWS = 64
 """Largest number of rows per tile, so that the accumulator stays in registers. Further heads get further programs."""

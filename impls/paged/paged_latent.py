@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from conformance.contract import FLOATS
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, compute_results, refuse_f16
-from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.page_copies import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
 
 BLOCK_ROWS = 256

@@ -11,7 +11,7 @@
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 
-Both loops are as long as the tables require (`impls.paged.query_tiles`). At most one block of pages is gathered from
+Both loops are as long as the tables require (`impls.paged.paged_plan`). At most one block of pages is gathered from
 the cache at a time. The page table is that of Kwon et al. 2023, arXiv:2309.06180.
 """
 
@@ -25,8 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from impls.block_arithmetic import multiply, replace_neg_inf
-from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_block_range
-from impls.paged.query_tiles import QueryTiles, build_tiles
+from impls.paged.paged_plan import (
+    Operands,
+    PagedPlan,
+    QueryTiles,
+    build_tiles,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+)
 from impls.softmax_merge import Part
 
 

@@ -16,7 +16,7 @@ from conformance.contract import validate_mask, validate_operands
 from impls import softmax_merge
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import Interpret, resolve_interpret
-from impls.mosaic_decode.decode_shape import TILE_KEYS
+from impls.pallas_gpu.mosaic_decode import TILE_KEYS
 from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.ragged import ragged_gpu, ragged_mosaic, ragged_portable, ragged_tpu
 from impls.ragged.ragged_plan import Operands, RaggedPlan, flatten_queries, lower_lengths, restore_queries

@@ -14,7 +14,7 @@ end, and m begins finite. No mask is applied where every query sees the whole bl
 keys take 673 cycles for one query on v5e and 859 on 7x; without it, 1,011 and 1,001. Eight queries take 929 and 1,115
 (compiler's schedule, libtpu 0.0.42.1, depth 128, bf16, eight query heads per key/value head).
 
-The steps (`impls.ragged.ragged_schedule`) are prefetched to scalar memory, and the grid is as long as they are. The
+The steps (`RaggedSteps`) are prefetched to scalar memory, and the grid is as long as they are. The
 blocks of all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of
 this sequence is computed.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,55 @@ from jax.experimental.pallas import tpu as pltpu
 from impls.block_arithmetic import LN_2, make_shape, multiply_tiles
 from impls.jax_compat import Interpret, Ref, Scalar, count_tpu_cores
 from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, repeat_lanes, sum_by_lane
-from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_key_range
-from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.ragged.ragged_plan import (
+    Operands,
+    RaggedPlan,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+    find_key_range,
+)
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
+
+
+class RaggedSteps(NamedTuple):
+    """Grid steps of maximal length, of which the first `total` are run, and blocks per batch row; int32.
+
+    There is a step for each block with a key of a sequence, one sequence after the other. A sequence without keys has
+    one step, which writes an empty part. That step points to the block that is in VMEM already, so it fetches nothing.
+    The lists are built on the device from the lengths, which may differ in every call.
+    """
+
+    total: jax.Array  # [], number of steps
+    row: jax.Array  # [L], batch row
+    kv_row: jax.Array  # [L], batch row of the block in VMEM
+    kv_block: jax.Array  # [L], index of that block in its row
+    blocks: jax.Array  # [B], number of blocks with a visible key
+
+
+def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> RaggedSteps:
+    """Build the steps for `lengths` and `positions` `[B]`."""
+    batch = lengths.shape[0]
+    first, count = find_block_range(plan, lengths, positions, block)
+    ends = jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32)
+    longest = batch * max(1, -(-plan.kv_length // block))
+    number = jnp.arange(longest, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), batch - 1).astype(jnp.int32)
+    inside = number - (ends[row] - jnp.maximum(count[row], 1))
+    computes = (inside < count[row]) & (number < ends[-1])
+    # A step without keys points to the block that the step before fetched, or to the first block of all.
+    latest = lax.cummax(jnp.where(computes, number, -1))
+    held = jnp.where(latest < 0, jnp.argmax(computes).astype(jnp.int32), latest)
+    some = computes.any()
+    return RaggedSteps(
+        total=ends[-1],
+        row=row,
+        kv_row=jnp.where(some, row[held], 0),
+        kv_block=jnp.where(some, (first[row] + inside)[held], 0),
+        blocks=count,
+    )
+
 
 LANES = 128
 SUBLANES = 8

@@ -10,7 +10,7 @@ From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the
     (14) dq_i = scale sum_j dx_ij k_j, if fused
     (15) dk_j = scale sum_i dx_ij q_i
 
-`D - dlse` comes from `impls.splash_tpu.splash_passes` as `row_sums`. Where a pair may not attend, p and dx are set to
+`D - dlse` comes from `impls.splash_tpu.splash_kernel` as `row_sums`. Where a pair may not attend, p and dx are set to
 0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are rows. The query heads that
 share a key/value head add to the same scratch.
 
@@ -31,10 +31,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Scalar
 from impls.pallas_tpu.tpu_tiles import LANES, make_column
-from impls.splash_tpu.diagonal_bands import BlockPart
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, Steps
 from impls.splash_tpu.splash_tiles import (
     MaskInputs,
     Step,

@@ -9,7 +9,7 @@ z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
     (14) dq_i = scale sum_j dx_ij k_j
 
-`D - dlse` comes from `impls.splash_tpu.splash_passes`, as `row_sums`. Where a pair may not attend, dx is set to 0.
+`D - dlse` comes from `impls.splash_tpu.splash_kernel`, as `row_sums`. Where a pair may not attend, dx is set to 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.pallas_tpu.tpu_tiles import LANES, make_column, repeat_lanes
-from impls.splash_tpu.diagonal_bands import BlockPart
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, Steps
 from impls.splash_tpu.splash_tiles import (
     MaskInputs,
     Step,

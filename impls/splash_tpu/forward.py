@@ -24,7 +24,7 @@ keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cy
   softmax of the previous one. The visible part of a 1024 by 1024 block under a window of 1024 keys takes 2,826 cycles
   in parts of 256 on v5e and 2,004 in parts of 512 on v6e; without, 3,612 and 2,362.
 - Longer blocks overlap more products with exponentials. Hidden parts of long masked blocks are skipped
-  (`impls.splash_tpu.diagonal_bands`).
+  (`impls.splash_tpu.splash_schedule`).
 - A row is extracted as the diagonal of a tile, since a transpose occupies the unit that moves lanes. The end of a block
   of 1024 queries takes 1,017 cycles on v5e; with a transpose, 1,470.
 
@@ -46,10 +46,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from impls.block_arithmetic import LN_2
 from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, LANES, repeat_lanes, sum_by_lane
-from impls.splash_tpu.diagonal_bands import BlockPart, KeySpan
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, KeySpan, Steps
 from impls.splash_tpu.splash_tiles import (
     MaskInputs,
     Step,

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from cases.masks import Mask
 from impls.jax_compat import Interpret
@@ -128,12 +127,6 @@ class KernelCall:
     def kv_padded(self) -> int:
         """S rounded up to whole blocks."""
         return round_up(self.plan.kv_length, self.blocks.kv)
-
-    @property
-    def precision(self) -> jax.lax.Precision:
-        """Precision of products; only products of f32 operands depend on it."""
-        exact = self.plan.precision == "exact" and self.dtype == jnp.float32
-        return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
     @property
     def fused(self) -> bool:

@@ -20,7 +20,13 @@ from impls.block_arithmetic import multiply_tiles
 from impls.jax_compat import Ref, Scalar
 from impls.pallas_tpu.tpu_tiles import make_column, repeat_lanes
 from impls.splash_tpu.block_sizes import Layout
-from impls.splash_tpu.diagonal_bands import (
+from impls.splash_tpu.splash_plan import KernelCall
+from impls.splash_tpu.splash_schedule import (
+    COMPUTE,
+    FIRST,
+    LAST,
+    MASKED,
+    PART,
     BlockPart,
     KeySpan,
     compute_allowed_in_band,
@@ -29,8 +35,6 @@ from impls.splash_tpu.diagonal_bands import (
     iter_parts,
     split_whole_block,
 )
-from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART
 
 
 class Step(NamedTuple):

@@ -28,9 +28,9 @@ from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS
 from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
-from impls.mosaic_decode import share_kernel
-from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
 from impls.paged import paged_gpu
+from impls.pallas_gpu import mosaic_decode as share_kernel
+from impls.pallas_gpu.mosaic_decode import DecodeShape, count_slots
 
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 

@@ -31,7 +31,7 @@ from impls.ragged.ragged_plan import (
     lower_lengths,
     restore_queries,
 )
-from impls.ragged.ragged_schedule import build_steps
+from impls.ragged.ragged_tpu import build_steps
 from impls.softmax_merge import Part
 
 BLOCK = 16

@@ -18,11 +18,11 @@ from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import iter_red_records
 from impls import flash_gpu
-from impls.flash_gpu import flash_gpu_passes
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton import backward, forward, triton_tiles
+from impls.flash_gpu.triton import backward, forward
 from impls.flash_gpu.triton.forward import RunningSoftmax
-from impls.flash_gpu.triton.triton_tiles import visit_blocks
+from impls.flash_gpu.triton.triton_program import visit_blocks
+from impls.pallas_gpu import triton_tiles
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")
@@ -38,7 +38,7 @@ def drop_offset(mask: Mask) -> Mask:
 
 def replace_backward_mask(change: Callable[[Mask], Mask]) -> Patch:
     """Give the backward pass another mask than the forward pass."""
-    correct = flash_gpu_passes.run_backward
+    correct = CALL.run_backward
 
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)

@@ -1,6 +1,6 @@
 """Backward kernels for Hopper in Mosaic GPU.
 
-From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles`, the kernels compute:
+From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_masks`, the kernels compute:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -12,7 +12,7 @@ From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles
 
 Where a pair may not attend, z is set to -inf, which makes p and dx 0. There may be keys that no query attends to, whose
 values may be NaN. Then dx is set to 0 instead, and p too where keys are owned. `D - dlse` comes from
-`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
+`impls.flash_gpu.attention` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
 blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. Beyond depth 128 its
 warpgroups divide that work otherwise (`impls.flash_gpu.mosaic.split_dkv`).
 """
@@ -30,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from impls.block_arithmetic import make_shape
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
 from impls.flash_gpu.mosaic.backward_tiles import (
     build_backward_inputs,
     build_scratch,
@@ -38,13 +37,11 @@ from impls.flash_gpu.mosaic.backward_tiles import (
     copy_group_step,
     copy_queries,
 )
-from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, launch
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, build_shape
-from impls.flash_gpu.mosaic.mosaic_tiles import zero_unseen_rows
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS, ProgramTile, build_shape, launch, zero_dead_keys
+from impls.flash_gpu.mosaic.mosaic_masks import zero_unseen_rows
 from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
 from impls.jax_compat import Scalar
 from impls.pallas_gpu.mosaic_tiles import (
     ROWS,

@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.mosaic.backward_tiles import compute_allowed_keys, copy_group_step
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS, ProgramTile
 from impls.jax_compat import Scalar
 from impls.pallas_gpu.mosaic_tiles import (
     ROWS,

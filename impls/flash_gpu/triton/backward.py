@@ -1,7 +1,7 @@
 """Backward kernels: probabilities are recomputed from `logsumexp`, and no two programs write to the same place.
 
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
-the logits z of `impls.flash_gpu.triton.triton_tiles`:
+the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
     (9)  dv_j = sum_i p_ij dout_i
@@ -12,7 +12,7 @@ the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes
+`D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`. One kernel owns blocks of queries and computes
 dq (14). A second owns blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. A third
 writes dx of every pair for dbias (16); it runs only where the gradient of a bias is used. All sums are in f32 and in a
 fixed order, so the same call gives the same bits.
@@ -31,10 +31,11 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32
 
 from impls.block_arithmetic import LOG2_E, make_shape
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton.triton_launch import Arrays, Launch, Specs
-from impls.flash_gpu.triton.triton_tiles import (
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
+from impls.flash_gpu.triton.triton_program import (
+    Arrays,
+    Launch,
+    Specs,
     TilePair,
     compute_allowed,
     compute_logits,

@@ -1,6 +1,6 @@
 """Forward kernel: each program owns one block of queries of one head, and visits the key blocks that it may see.
 
-From the logits z of `impls.flash_gpu.triton.triton_tiles`:
+From the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
@@ -25,10 +25,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
 from impls.block_arithmetic import LN_2, LOG2_E, convert_sinks, make_shape, replace_neg_inf
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton.triton_launch import Arrays, Launch
-from impls.flash_gpu.triton.triton_tiles import (
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, Outputs
+from impls.flash_gpu.triton.triton_program import (
+    Arrays,
+    Launch,
     TilePair,
     compute_allowed,
     compute_logits,

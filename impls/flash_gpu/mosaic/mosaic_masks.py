@@ -1,19 +1,7 @@
-"""Tile operations of the Mosaic GPU kernels: tensor core products, masks, and the online softmax.
-
-    (1)  x_ij = scale <q_i, k_j>
-    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
-    (4)  m_i = max_j z_ij, over the keys so far
-    (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
-
-Tiles hold logits divided by their unit, z = unit y, and exponentials are powers of two
-(`impls.flash_gpu.exponentials`).
+"""Which positions of a tile may attend, in the Mosaic GPU kernels.
 
 TMA copies whole tiles of arrays that are padded to whole tiles. So the mask hides padding. The Triton kernels guard
 their loads instead.
-
-JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-already has a value. There the same tiles are multiplied as ordinary arrays. So only compilation and a GPU show that the
-instruction is right and that its operands are swizzled correctly.
 """
 
 from __future__ import annotations
