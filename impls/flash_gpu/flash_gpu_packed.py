@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
-from impls.flash_gpu.block_sizes import BlockSizes
-from impls.flash_gpu.packed_block_sizes import look_up_packed
+from impls.flash_gpu.block_sizes import BlockSizes, look_up_packed
 from impls.flash_gpu.packed_visits import compute_ranges
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
 from impls.jax_compat import Interpret, get_device_kind, resolve_interpret

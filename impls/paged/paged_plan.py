@@ -1,8 +1,8 @@
 """Static plan, arrays and query tiles of a paged call, which keys its queries see, and its logits.
 
-All back ends use them. Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position` and, with a window,
-`j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive keys, and consecutive
-queries together see one run too.
+All back ends use them. Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position`
+and, with a window, `j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive
+keys, and consecutive queries together see one run too.
 """
 
 from __future__ import annotations

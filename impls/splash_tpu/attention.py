@@ -13,9 +13,8 @@ from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import Interpret
-from impls.splash_tpu.block_sizes import BlockSizes, Depths, Layouts
 from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
-from impls.splash_tpu.splash_plan import Precision
+from impls.splash_tpu.splash_plan import BlockSizes, Depths, Layouts, Precision
 from impls.splash_tpu.splash_tuning import look_up
 
 UNSUPPORTED = {

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from impls.pallas_tpu.tpu_tiles import round_up
-from impls.splash_tpu.block_sizes import Blocks
-from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, StepKinds, Steps
+from impls.splash_tpu.splash_plan import Blocks, StepKinds
+from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
 
 
 def list_step_kinds(blocks: Blocks) -> StepKinds:

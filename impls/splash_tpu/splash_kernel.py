@@ -26,12 +26,20 @@ from impls.block_arithmetic import compute_dsinks, make_shape
 from impls.derivative_refusals import refuse_derivatives
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.pallas_tpu.tpu_tiles import LANES
-from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.dkv_kernel import compute_dkv
 from impls.splash_tpu.dq_kernel import compute_dq
 from impls.splash_tpu.forward import forward
 from impls.splash_tpu.splash_launch import Inputs, Outputs
-from impls.splash_tpu.splash_plan import KernelCall, Operands, Phase, Precision, SplashPlan, build_call
+from impls.splash_tpu.splash_plan import (
+    BlockSizes,
+    KernelCall,
+    Layouts,
+    Operands,
+    Phase,
+    Precision,
+    SplashPlan,
+    build_call,
+)
 from impls.splash_tpu.splash_schedule import COMPUTE, Order, Steps, build_dynamic_steps, build_static_steps, downcast
 from impls.varying_axes import find_varying_axes, mark_varying
 

@@ -15,8 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Ref, Scalar
 from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, LANES, find_limit
-from impls.splash_tpu.block_sizes import Depths, Layout, check_vmem
-from impls.splash_tpu.splash_plan import KernelCall
+from impls.splash_tpu.splash_plan import Depths, KernelCall, Layout, check_vmem
 from impls.splash_tpu.splash_schedule import Steps
 from impls.splash_tpu.splash_tiles import Step, parse_flags
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying

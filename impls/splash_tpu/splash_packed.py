@@ -19,10 +19,9 @@ from impls.packed_sequences import (
     compute_key_ranges,
     resolve_window,
 )
-from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.packed_schedule import build_packed_steps, list_step_kinds
 from impls.splash_tpu.splash_kernel import PHASE_ORDERS, StepLists, attend
-from impls.splash_tpu.splash_plan import Operands, Precision, SplashPlan
+from impls.splash_tpu.splash_plan import BlockSizes, Layouts, Operands, Precision, SplashPlan
 from impls.varying_axes import find_varying_axes, mark_varying
 
 

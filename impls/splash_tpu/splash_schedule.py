@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool
 
 from cases.masks import EMPTY, FULL, PARTIAL, And, Causal, Full, Mask, Window
 from impls.pallas_tpu.tpu_tiles import round_up
-from impls.splash_tpu.block_sizes import Blocks
+from impls.splash_tpu.splash_plan import Blocks, StepKinds
 
 
 class Band(NamedTuple):
@@ -208,29 +208,6 @@ class Steps:
     place: Any
     stored: Any
     total: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class StepKinds:
-    """Kinds of steps that occur in the lists. A kernel has code for no other kind.
-
-    Attributes:
-      full: whether there are pairs of blocks without a hidden position.
-      masked: whether there are partially hidden pairs of blocks.
-      empty: whether there are steps that compute nothing.
-      stored: whether masked blocks are stored.
-      parts: whether some parts of masked blocks are completely hidden.
-      dead: whether there may be keys that no query may attend to; their k and v may be NaN.
-      diagonals: diagonals that the kernel has specialised code for (`Band`).
-    """
-
-    full: bool
-    masked: bool
-    empty: bool
-    stored: bool
-    parts: bool
-    dead: bool
-    diagonals: tuple[int, ...] = ()
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 from impls.block_arithmetic import multiply_tiles
 from impls.jax_compat import Ref, Scalar
 from impls.pallas_tpu.tpu_tiles import make_column, repeat_lanes
-from impls.splash_tpu.block_sizes import Layout
-from impls.splash_tpu.splash_plan import KernelCall
+from impls.splash_tpu.splash_plan import KernelCall, Layout
 from impls.splash_tpu.splash_schedule import (
     COMPUTE,
     FIRST,

@@ -18,7 +18,7 @@ from cases.masks import And, Chunked, Mask, Or, Window
 from conformance.tunable import Knob, KnobSettings, Setting, TableEntry, Traffic, Tunable, read_table, report_no_traffic
 from impls.jax_compat import get_device_kind
 from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, find_limit, round_up
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Depths, estimate_vmem
+from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths, estimate_vmem
 from impls.splash_tpu.splash_schedule import COMPUTE, build_static_steps
 
 TABLE = Path(__file__).with_name("block_sizes.json")

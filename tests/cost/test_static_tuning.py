@@ -23,7 +23,7 @@ from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult
 from conformance.execution import implementation_registry
 from conformance.measurements import AGREES, Measurement
 from impls.splash_tpu import splash_tuning
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Depths
+from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths
 
 CASE = parse_case_id("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")
 V6E = next(target for target in list_targets("tpu") if target.name == "v6e")
