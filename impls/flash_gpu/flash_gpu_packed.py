@@ -60,7 +60,7 @@ def packed_attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: Triton's tiles and launch parameters of each kernel, by default those of
-        `packed_block_sizes.PACKED_TABLE`. Tiles are clipped to the lengths.
+        `block_sizes.PACKED_TABLE`. Tiles are clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32.
       interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
 

@@ -250,16 +250,16 @@ def _forward_kernel(
     sum_ref: Ref,
 ) -> None:
     number, rows = pl.program_id(0), q_ref.shape[0]
-    last = make_column(last_ref[...])
+    last = make_column(last_ref[...])  # [rows, LANES]
 
     def add(step: Scalar, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
-        out, top, total = so_far
+        out, top, total = so_far  # [rows, V], [rows, LANES] twice
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         z, _ = _compute_logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
         now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # the maximum m, equation (4)
-        weights = jnp.exp2(z - repeat_lanes(now, size))
+        weights = jnp.exp2(z - repeat_lanes(now, size))  # [rows, size]
         decay = jnp.exp2(top - now)
-        v = v_ref[keys, :]
+        v = v_ref[keys, :]  # [size, V]
         added = _multiply(plan, weights.astype(v.dtype), v, (1, 0))
         # The sum in equation (6), the maximum m, and the softmax sum l, equation (5).
         return out * repeat_lanes(decay, v.shape[1]) + added, now, total * decay + sum_by_lane(weights)
@@ -300,7 +300,7 @@ def _backward_kernel(
         for ref in (dk_ref, dv_ref):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
-    last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))
+    last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))  # [rows, LANES]
 
     def add(step: Scalar, dq: Array, *, masked: bool) -> Array:
         keys = pl.ds(pl.multiple_of(step * size, size), size)
@@ -315,7 +315,7 @@ def _backward_kernel(
         dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, (0, 0))  # dv, equation (9)
         return dq + _multiply(plan, rounded, k, (1, 0))  # dq, equation (14), not yet scaled
 
-    dq = jnp.zeros(dq_ref.shape, jnp.float32)
+    dq = jnp.zeros(dq_ref.shape, jnp.float32)  # [rows, H]
     dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)
 
 

@@ -297,20 +297,20 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     queries = jnp.where(end > first, inputs["queries"][tile], 0)
     rows = _locate_rows(launch, column, row, queries)
     head, _ = launch.place(column)
-    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)
-    i = (position + rows.query)[:, None]
+    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)  # [rows, H]
+    i = (position + rows.query)[:, None]  # [rows, 1]
     low, _ = find_key_range(plan, position)
     _, high = find_key_range(plan, position + queries - 1)
 
     def visit(number: Scalar, old: Part) -> Part:
-        j = compute_positions(number * launch.block, launch.block)
+        j = compute_positions(number * launch.block, launch.block)  # [block]
         # Only keys that some query sees are read: others may be NaN, and 0 * NaN is not 0.
         seen = (j >= low) & (j < high)
         slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
         page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
         token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
-        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)
-        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
+        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)  # [block, H]
+        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)  # [block, V]
         z = jnp.where(
             compute_allowed(plan, i, j[None, :]), compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
         )  # masked logits, equations (1) to (3)

@@ -291,14 +291,14 @@ def _add_units(
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
         coming = products_of(these[0])
         for n, this in enumerate(these):
-            products, (before, total, acc) = coming, softmax[n]
+            products, (before, total, acc) = coming, softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
             if n + 1 < several:
                 coming = products_of(these[n + 1])
             z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
-            z = masked(this, z)  # hidden pairs get -inf, equation (3)
+            z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
-            values = units.keys(this)[1]
+            values = units.keys(this)[1]  # [block, V]
             acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
                 units.of_values(this, weights).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)

@@ -450,22 +450,22 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
         visit.copy(jnp.int32(step), pages[step])
     _load_queries(visit)
     plgpu.barrier_wait(scratch["q_arrived"].at[0])
-    q = scratch["q_tile"]
+    q = scratch["q_tile"]  # [ROWS, H]
 
     def compute(masked: bool, step: Scalar, carry: Any) -> Any:
         softmax, next_pages = carry
         slot = visit.slot(step)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-        k = scratch["k_tile"].at[slot]
+        k = scratch["k_tile"].at[slot]  # [TILE_KEYS, H]
         if shape.is_quantized:
             k = _store(scratch["k_converted"], _convert(shape, k[...]))
-        z, _ = compute_logits(shape, multiply(shape, q, k, transposed=True))  # equations (1) and (2)
+        z, _ = compute_logits(shape, multiply(shape, q, k, transposed=True))  # [ROWS, TILE_KEYS], eqs. (1), (2)
         start = visit.find_block(step) * TILE_KEYS
         if masked:
             z = jnp.where(_compute_allowed(visit, start), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
         softmax, weights = update_softmax(shape, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        v = scratch["v_tile"].at[slot]
+        v = scratch["v_tile"].at[slot]  # [TILE_KEYS, V]
         if masked or shape.is_quantized:
             values = _convert(shape, v[...])
             if masked:

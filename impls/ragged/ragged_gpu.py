@@ -158,16 +158,16 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     share = lax.div(count + jnp.int32(launch.splits - 1), jnp.int32(launch.splits))
     begin, end = split * share, jnp.minimum((split + 1) * share, count)
     start = row_tile * tile
-    q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
+    q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)  # [tile, H]
     # Padding rows see the same keys as the last query. So they see no key that all real queries ignore.
     t = jnp.minimum(lax.div(compute_positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
-    i = (position + t)[:, None]
+    i = (position + t)[:, None]  # [tile, 1]
 
     def visit(number: Scalar, old: Part) -> Part:
         kv_start = (first + number) * launch.block
-        k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
-        v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
-        found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])
+        k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)  # [block, H]
+        v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)  # [block, V]
+        found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])  # [tile, block]
         z = jnp.where(
             found, compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
         )  # masked logits, equations (1) to (3)

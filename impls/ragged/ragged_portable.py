@@ -50,7 +50,7 @@ def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Scalar,
     """Update the online softmax with one more block of keys."""
     # The last block starts early enough to be whole. Its keys that the block before has already counted are masked.
     start = jnp.minimum(number * block, plan.kv_length - block)
-    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))  # [B, block, K, .]
     j = start + jnp.arange(block, dtype=jnp.int32)
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]

@@ -259,11 +259,11 @@ def _add_heads(
     every = range(heads)
     products = [multiply_tiles(q_ref[head], k_ref[head], (1, 1)) for head in every]  # [rows, block]
     z = [masked(compute_logits(plan, x, LN_2)) for x in products]  # logits with soft cap, equations (1) and (2)
-    before = [kept.max[head] for head in every]
+    before = [kept.max[head] for head in every]  # [rows, LANES]
     top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # maximum (4)
-    weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
+    weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]  # [rows, block]
     decay = [jnp.exp2(old - m) for old, m in zip(before, top, strict=True)]
-    values = [alive(v_ref[head]) for head in every]
+    values = [alive(v_ref[head]) for head in every]  # [block, V]
     added = [multiply_tiles(p.astype(v.dtype), v, (1, 0)) for p, v in zip(weights, values, strict=True)]
     for head in every:
         kept.max[head] = top[head]

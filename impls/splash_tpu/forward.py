@@ -117,8 +117,8 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
     def compute_products(at: int, keys: KeySpan) -> jax.Array:
         part = parts[at]
-        q, q_depth = read_tile(inputs.q, layouts.q, part.rows.start, part.size)
-        k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
+        q, q_depth = read_tile(inputs.q, layouts.q, part.rows.start, part.size)  # [rows, H], or [H, rows]
+        k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)  # [keys, H], or [H, keys]
         return multiply(call, q, q_depth, k, k_depth)  # [rows, keys]
 
     # Values, not references, between the steps: the compiler does not reorder stores and loads.
@@ -127,7 +127,7 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
     steps = [(at, keys) for one_round in rounds for at, keys in enumerate(one_round) if keys is not None]
     next_products = compute_products(*steps[0])
     for number, (at, keys) in enumerate(steps):
-        products, (maximum, total, acc) = next_products, softmax[at]
+        products, (maximum, total, acc) = next_products, softmax[at]  # [rows, keys]; [rows, 128] twice, [rows, V]
         if number + 1 < len(steps):
             next_products = compute_products(*steps[number + 1])
         logits, _ = compute_logits(call, products, LN_2)  # logits with soft cap, equations (1) and (2)
@@ -135,12 +135,12 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # hidden pairs get -inf, equation (3)
         before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # maximum, equation (4)
-        weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))
-        decay = jnp.exp2(before - maximum)
+        weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))  # [rows, keys]
+        decay = jnp.exp2(before - maximum)  # [rows, 128]
         total = total * decay + sum_by_lane(weights)  # sum of weights, equation (5)
-        v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
+        v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)  # [keys, V], or [V, keys]
         v = zero_unseen_keys(call, v, found, layouts.v)
-        added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
+        added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)  # [rows, V]
         acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # weighted sum of values, eq. (6), not yet divided
         softmax[at] = maximum, total, acc
     for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
@@ -150,8 +150,8 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
 def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     """Add the sink and normalise. Queries that attended to nothing get zeros."""
-    highest, acc = scratch.maximum[...], scratch.acc[...]
-    total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)
+    highest, acc = scratch.maximum[...], scratch.acc[...]  # [block_q, 128], [block_q, V]
+    total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)  # [block_q, 128]
     maximum = highest
     if inputs.sinks is not None:
         # The largest sinks would overflow here. They take all the weight, whatever they are.
@@ -168,7 +168,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     row = functools.partial(
         _extract_row, lax.broadcasted_iota(jnp.int32, tile, 0) == lax.broadcasted_iota(jnp.int32, tile, 1)
     )
-    total, alone = row(total), maximum is highest
+    total, alone = row(total), maximum is highest  # [1, block_q], as the other rows below
     highest = row(highest)
     maximum = highest if alone else row(maximum)
     has_keys = total > 0

@@ -255,7 +255,7 @@ def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[b
 def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftmax:
     """Compute the softmax of this warpgroup's queries over all visited blocks."""
     inputs, scratch, plan, warpgroup = place.inputs, place.scratch, place.plan, place.warpgroup
-    q = scratch["q_tile"].at[place.q_slot]
+    q = scratch["q_tile"].at[place.q_slot]  # [ROWS, H]
     if place.shape.q_slots == 1:
         if place.base is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile lie where queries are copied to
@@ -271,14 +271,14 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
             place.release_keys(at)
         if place.shape.q_slots > 1:
             pl.when(at == 0)(functools.partial(_release_last_queries, place))
-        z, _ = compute_logits(plan, products)  # soft cap, equation (2)
+        z, _ = compute_logits(plan, products)  # [ROWS, keys], with soft cap, equation (2)
         may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
         softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
-        weights = weights.astype(inputs["v"].dtype)
+        weights = weights.astype(inputs["v"].dtype)  # [ROWS, keys]
         plgpu.barrier_wait(scratch["v_arrived"].at[v_slot])
-        v = scratch["v_tile"].at[v_slot]
+        v = scratch["v_tile"].at[v_slot]  # [keys, V]
         if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[warpgroup]
             v_seen[...] = zero_unseen_rows(v[...], may(True))

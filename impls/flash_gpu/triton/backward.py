@@ -132,14 +132,14 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(masked: bool, block: Scalar, dq: jax.Array) -> jax.Array:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
-        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
-        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        may = compute_allowed(plan, inputs, pair) if masked else None
-        _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)  # [block_kv, H]
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)  # [block_kv, V]
+        may = compute_allowed(plan, inputs, pair) if masked else None  # [block_q, block_kv]
+        _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)  # [block_q, block_kv]
         k = zero_hidden_rows(k, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
         return dq + multiply(plan, dx.astype(k.dtype), k, over=(1, 0))  # dq, equation (14), not yet scaled
 
-    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
+    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)  # padded H
     dq = visit_blocks(launch, inputs, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # dq, equation (14)
 
@@ -171,8 +171,8 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = get_program_ids()
     kv_start = row * block_kv
-    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
-    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
+    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)  # [block_kv, H]
+    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)  # [block_kv, V]
 
     def visit(
         head: Scalar, masked: bool, block: Scalar, sums: tuple[jax.Array, jax.Array]
@@ -187,7 +187,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         p, dx = compute_pair_gradients(
             plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
         )
-        dk, dv = sums
+        dk, dv = sums  # [block_kv, H], [block_kv, V]
         # k and v are no factors of these two products, and p and dx of hidden keys are 0. So NaN does not spread.
         dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # dk, equation (15); scaled when stored
         dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # dv, equation (9)
@@ -246,8 +246,8 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(masked: bool, block: Scalar, carry: Any) -> Any:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
-        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
-        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)  # [block_kv, H]
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)  # [block_kv, V]
         _, dx = compute_pair_gradients(
             plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
         )
