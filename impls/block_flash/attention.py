@@ -53,28 +53,16 @@ def attention(
     that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no
     gradient.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
       mask: which pairs may attend. An `Indexer` in it may be traced: then blocks without a selected key are skipped at
         run time.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      alibi_slopes: `[N]`, constants. `slope * |i + S - T - j|` is subtracted where the bias is added (Press et al.
-        2021, arXiv:2108.12409), so the last query has the position of the last key. Computed by formula in each block.
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap. Called once per pair of
         blocks, with index arrays that broadcast. Differentiated with respect to `score` only.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
         the device and the lengths (`block_sizes.TABLE`), or is 128 where nothing was measured.
       block_kv: keys per block, at most all of them, with a default chosen in the same way.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or a block size is invalid; the message names it.

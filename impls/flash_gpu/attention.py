@@ -101,17 +101,9 @@ def attention(
     the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
     nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no gradient.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`, f32, bf16 or f16.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch parameters of each kernel, by default those of `block_sizes.TABLE`. Tiles are
         clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
@@ -120,9 +112,6 @@ def attention(
         and faster, else Triton (`impls.flash_gpu.pallas_backends`).
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.

@@ -74,16 +74,13 @@ def attention(
     Scales are factored out of both products, `<q, k_j> k_scale_j` and `sum_j (p_j v_scale_j) v_j`. So the products
     multiply the stored numbers in f32. This is possible because the scales are constant along the depth.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
       k: stored keys `[B, S, K, H]`, int8, int4 or float8_e4m3fn.
       v: stored values `[B, S, K, V]`, of one of these dtypes too.
       kv_scales: scales of k and of v, f32 `[B or 1, S or 1, K]`: per token, or per head.
-      mask, segment_ids, soft_cap, sinks, bias, scale, save_residuals: as in `impls.dot_product.attention`.
       dequantize: multiply k and v by their scales first, and round them to q's dtype.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand is invalid; the message names it.

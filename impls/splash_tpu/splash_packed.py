@@ -52,27 +52,12 @@ def packed_attention(
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"splash_residuals"` for `jax.checkpoint` policies.
 
+    The operands and results are those of packed calls in the contract (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`, bf16 or f32. Tokens past the last sequence may hold any value, also in k and v.
-      k: keys `[total_kv, K, H]`, `N % K == 0`.
-      v: values `[total_kv, K, V]`.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      causal: whether queries see no later keys of their sequence.
-      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: block sizes of each phase. Lists of steps take 12 bytes of scalar memory per pair of blocks.
       precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
       interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
-
-    Returns:
-      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
-      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
