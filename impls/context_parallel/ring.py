@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Mask
 from impls import softmax_merge
-from impls.context_parallel.device_masks import build_schedule
 from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
-from impls.context_parallel.sequence_layout import Layout
+from impls.context_parallel.sequence_layout import Layout, build_schedule
 
 
 def build_part(out: jax.Array, logsumexp: jax.Array) -> softmax_merge.Part:

@@ -4,13 +4,7 @@ A program owns a tile of queries, all of one sequence (`impls.paged.paged_plan`)
 and a share of the blocks of keys that they see (`KeyShares`). It looks up the page of each key in the
 table and reads the key in place. So nothing of the cache is copied, and the work grows with the queries and the keys.
 
-From the logits z, equations (1) and (2) of `impls/__init__.py`, a program computes over the keys of its share, without
-sink and without division:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+A program computes equations (1) to (6) of `impls/__init__.py` over the keys of its share, without sink and division.
 
 These are kernels in Triton. For Hopper, `impls.pallas_gpu.mosaic_decode` has another kernel with the same results.
 

@@ -1,13 +1,7 @@
 """Paged attention in plain JAX: a loop over tiles of queries, and for each a loop over the blocks of pages it sees.
 
-    (1)  x_ij = scale <q_i, k_j>
-    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
-
-`max`, `sum` and `out` of a `Part` are m, l and the sum of (6), kept for the keys so far. A block that raises m
+It computes equations (1) to (6) of `impls/__init__.py`. `max`, `sum` and `out` of a `Part` are m, l and the sum of (6),
+kept for the keys so far. A block that raises m
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 

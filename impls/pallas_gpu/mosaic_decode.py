@@ -2,13 +2,7 @@
 
 A program computes one share of the keys of one tile of queries, for the query heads of one column (a set of query
 heads of one key/value head). It visits the share's tiles of 64 keys, those that every query sees completely first.
-From the logits z, equations (1) and (2) of `impls.pallas_gpu.mosaic_tiles`, it computes without sink and
-without division:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+It computes equations (1) to (6) of `impls/__init__.py`, without sink and division.
 
 Decoding reads every key once and computes little with it, so the kernel is built around its copies. A program has one
 warpgroup. As soon as it has computed a tile, it starts the copies of a later one into the same slot of the ring. They

@@ -4,13 +4,7 @@ One query token has too few rows to fill a GPU, but a long cache has enough keys
 "Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares of a sequence are
 equal whatever its length is, and a program without a share ends at once. The cache is read in place, `[B, S, K, .]`.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, a program computes over the keys of its split,
-without sink and without division:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+A program computes equations (1) to (6) of `impls/__init__.py` over the keys of its split, without sink and division.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Static plan and arrays of a decode call, the keys that its queries see, and its logits. All back ends use them.
 
-    (1)  x_ij = scale <q_i, k_j>
-    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
-
 Inside the back ends, query heads are rows. The `R = T * G` rows of a key/value head are its group's heads for each
 query token, `row = t * G + g`. Query head `n = k * G + g` reads key/value head `k`.
 """

@@ -1,12 +1,6 @@
 """Decode attention in plain JAX: a loop over key blocks up to the end of the longest sequence.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, it computes a part. `impls.softmax_merge` adds
-the sink and divides:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+It computes a part: equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds the sink and divides.
 
 `max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).

@@ -1,12 +1,6 @@
 """Decode attention for TPUs in Pallas: one grid step for each block with a visible key.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, the kernel computes a part.
-`impls.softmax_merge` adds the sink and divides:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+The kernel computes a part, equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds the sink and divides.
 
 m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM during all steps of a
 sequence. As in `impls.splash_tpu.forward`, z and m are in units of log 2, l is kept separately for each lane until the

@@ -198,7 +198,7 @@ class Steps:
       flags: `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on.
       place: index of the step's block in `stored`; None if the mask is a formula.
       stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`.
-      total: number of steps, if known at run time only (`impls.splash_tpu.packed_schedule`).
+      total: number of steps, if known at run time only (`impls.splash_tpu.splash_packed`).
     """
 
     q: Any

@@ -27,7 +27,7 @@ from conformance.judging.settings import Settings
 from conformance.records import RED, UNJUDGED
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
-from impls.context_parallel.device_masks import build_schedule, restrict_mask
+from impls.context_parallel.sequence_layout import build_schedule, restrict_mask
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans())
 

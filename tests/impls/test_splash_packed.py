@@ -25,7 +25,7 @@ from impls.splash_tpu import (
     packed_attention,
     splash_tiles,
 )
-from impls.splash_tpu.packed_schedule import build_packed_steps
+from impls.splash_tpu.splash_packed import build_packed_steps
 from impls.splash_tpu.splash_plan import Blocks
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
 from tests.comparison_asserts import assert_attention
