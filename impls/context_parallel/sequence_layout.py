@@ -1,4 +1,4 @@
-"""Distribute a sequence over devices in equal chunks that balance the work, and compute the masks between two devices."""
+"""Distribute a sequence over devices in equal, balanced chunks, and compute the masks between two devices."""
 
 from __future__ import annotations
 

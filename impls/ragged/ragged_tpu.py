@@ -1,6 +1,6 @@
 """Decode attention for TPUs in Pallas: one grid step for each block with a visible key.
 
-The kernel computes a part, equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds the sink and divides.
+The kernel computes a part, equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds sink and division.
 
 m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM during all steps of a
 sequence. As in `impls.splash_tpu.forward`, z and m are in units of log 2, l is kept separately for each lane until the
