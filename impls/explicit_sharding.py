@@ -15,6 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cases.operand_registry import OPTIONAL
+from impls.block_arithmetic import make_shape
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions")
@@ -63,7 +64,7 @@ def find_explicit_mesh(arrays: Any) -> Any:
 
 
 def _drop_sharding(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return make_shape(x.shape, x.dtype)
 
 
 def _build_spec(*axes: Any) -> Any:

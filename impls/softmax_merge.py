@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from impls.block_arithmetic import replace_neg_inf
+
 
 class Part(NamedTuple):
     """Attention over some keys before the division by the softmax sum, in f32."""
@@ -57,7 +59,7 @@ def merge_axis(parts: Part, axis: int) -> Part:
     some = parts.sum != 0  # a part with NaN counts as non-empty, so that NaN propagates
     top = lax.stop_gradient(jnp.where(some, parts.max, -jnp.inf).max(axis=axis, keepdims=True))
     # Both branches of a select are differentiated: values of an empty part must not reach `exp` or a product.
-    shift = jnp.where(some, parts.max - _replace_neg_inf(top), 0.0)
+    shift = jnp.where(some, parts.max - replace_neg_inf(top), 0.0)
     weight = jnp.where(some, jnp.exp(shift), 0.0)
     return Part(
         out=(weight * jnp.where(some, parts.out, 0.0)).sum(axis=axis),
@@ -103,8 +105,3 @@ def _restore_sum(part: Normalised) -> Part:
     total = jnp.where(some, jnp.exp(jnp.where(some, logsumexp, 0.0) - pivot), 0.0)
     out = jnp.where(some, part.out.astype(jnp.float32), 0.0)
     return Part(out * total, jnp.where(some, pivot, -jnp.inf), total)
-
-
-def _replace_neg_inf(x: jax.Array) -> jax.Array:
-    """Replace -inf by 0, so that `x - x` is not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)

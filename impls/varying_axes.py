@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from impls.block_arithmetic import make_shape
+
 
 def find_varying_axes(x: Any) -> frozenset[str]:
     """Find the mesh axes over which any array of `x` varies between devices; empty outside `shard_map`."""
@@ -30,7 +32,4 @@ def mark_shapes_varying(shapes: Any, like: Any) -> Any:
     """Mark the `jax.ShapeDtypeStruct`s of a kernel's results as varying over the same axes as `like`."""
     varying = jax.typeof(like).manual_axis_type
 
-    def mark(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
-
-    return jax.tree.map(mark, shapes)
+    return jax.tree.map(lambda x: make_shape(x.shape, x.dtype, varying), shapes)

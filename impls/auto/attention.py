@@ -40,17 +40,9 @@ def attention(
     If that kernel does not support the call, the next one is tried, and the route records the reason. The route is
     logged at level INFO. `impls.auto.find_route` returns it without a call.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       phase: phase of the call; by default inferred from the lengths.
       kernel: name of a kernel to use instead of choosing one. A call with a feature that the kernel lacks is refused.
       fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
@@ -58,9 +50,6 @@ def attention(
       on_route: a function that is called with the chosen route.
       **opt_in: operands that only some kernels take (docs/contract.md, section 1): `kv_scales`, `alibi_slopes`,
         `score_mod`, `logit_scale`.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.

@@ -53,28 +53,16 @@ def attention(
     that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no
     gradient.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
       mask: which pairs may attend. An `Indexer` in it may be traced: then blocks without a selected key are skipped at
         run time.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      alibi_slopes: `[N]`, constants. `slope * |i + S - T - j|` is subtracted where the bias is added (Press et al.
-        2021, arXiv:2108.12409), so the last query has the position of the last key. Computed by formula in each block.
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap. Called once per pair of
         blocks, with index arrays that broadcast. Differentiated with respect to `score` only.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
         the device and the lengths (`block_sizes.TABLE`), or is 128 where nothing was measured.
       block_kv: keys per block, at most all of them, with a default chosen in the same way.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or a block size is invalid; the message names it.
@@ -130,3 +118,36 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
 _attend = jax.jit(_flash, static_argnums=0)
+
+
+def latent_attention(
+    q: Float[Array, "B T N H"], latent: Float[Array, "B S H"], *, value_dim: int, scale: float, **options: Any
+) -> Any:
+    """Attend from all query heads to one latent vector per key (docs/contract.md, section 8), with gradients.
+
+    Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with the up-projections absorbed into
+    q and into the layers after `out`. The gradient of the latent is the gradient of the keys plus, in the first
+    `value_dim` coordinates, the gradient of the values. Both gradients are rounded to the latent's dtype before they
+    are added. Memory is linear in the lengths.
+
+    Args:
+      q: queries `[B, T, N, H]`. The first `value_dim` coordinates multiply the compressed latent, the others its rotary
+        part.
+      latent: the compressed keys and values with their rotary part, `[B, S, H]`.
+      value_dim: number of coordinates of the latent that are the value (its rank), at most `H`.
+      scale: factor of `<q, latent>`. It belongs to the heads before absorption, so it does not follow from `H`.
+      options: further arguments of `impls.block_flash.attention`, such as mask and segment ids.
+
+    Returns:
+      The results of `impls.block_flash.attention`, with `out [B, T, N, value_dim]`.
+
+    Raises:
+      ValueError: `latent`, `value_dim` or an option is invalid; the message names it.
+      NotImplementedError: an option is not supported.
+    """
+    if latent.ndim != 3:
+        raise ValueError(f"latent must have the axes [batch, length, depth], got shape {latent.shape}")
+    if not 0 < value_dim <= latent.shape[2]:
+        raise ValueError(f"value_dim must be from 1 to the depth of latent, {latent.shape[2]}, got {value_dim}")
+    k = latent[:, :, None]
+    return attention(q, k, k[..., :value_dim], scale=scale, **options)

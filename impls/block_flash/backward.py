@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
+from impls.block_arithmetic import compute_dsinks, multiply, put_block, replace_neg_inf, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, PairIndices
-from impls.block_flash.forward import replace_neg_inf
 from impls.block_flash.operand_blocks import (
     Operands,
     Pair,
@@ -40,9 +40,6 @@ from impls.block_flash.operand_blocks import (
     join_keys,
     join_queries,
     locate_pair,
-    multiply,
-    put_block,
-    take_block,
 )
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -185,13 +182,3 @@ def _finish_bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> ja
         return None
     total = total.reshape(*bias.shape[:2], *total.shape[3:])
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-
-
-def compute_dsinks(
-    sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
-) -> Float[Array, " N"] | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, by equation (17) of the module docstring."""
-    if sinks is None:
-        return None
-    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs
-from impls.block_flash.packed_key_ranges import PackedPlan
-from impls.block_flash.packed_passes import PackedOperands, backward, forward
+from impls.block_flash.packed_passes import PackedOperands, PackedPlan, backward, forward
 from impls.derivative_refusals import refuse_reverse_mode
 from impls.packed_sequences import SequenceTables, Side, build_tables, check_packed_operands, resolve_window
 
@@ -48,27 +47,11 @@ def packed_attention(
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
+    The operands and results are those of packed calls in the contract (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`. Tokens past the last sequence may hold any value, also in k and v.
-      k: keys `[total_kv, K, H]`, `N % K == 0`.
-      v: values `[total_kv, K, V]`.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, where the keys of each sequence begin. A sequence may have no queries, or no
-        keys.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      causal: whether queries see no later keys of their sequence.
-      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries per block, at most all of them; with the default of `impls.block_flash.attention`.
       block_kv: keys per block, at most all of them; with the default of `impls.block_flash.attention`.
-
-    Returns:
-      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
-      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from impls.block_arithmetic import multiply, put_block, replace_neg_inf, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices
 from impls.block_flash.operand_blocks import (
     Operands,
@@ -33,9 +34,6 @@ from impls.block_flash.operand_blocks import (
     cut_operands,
     join_queries,
     join_rows,
-    multiply,
-    put_block,
-    take_block,
 )
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -54,11 +52,6 @@ class RunningSoftmax(NamedTuple):
     maximum: Float32[Array, "q_blocks B K G block_q"]
     total: Float32[Array, "q_blocks B K G block_q"]
     out: Float32[Array, "q_blocks B K G block_q V"]
-
-
-def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)
 
 
 def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from impls.block_flash.attention import attention
-from impls.block_flash.block_flash_latent import latent_attention
+from impls.block_flash.attention import attention, latent_attention
 from impls.block_flash.block_flash_packed import packed_attention
 from impls.block_flash.block_sizes import build_tunable
 from impls.contract.implementation import Arithmetic, Implementation

@@ -18,8 +18,9 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
+from impls.block_arithmetic import multiply, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
 
 Result = TypeVar("Result")
@@ -134,26 +135,6 @@ def locate_pair(
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
     column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
     return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
-
-
-def take_block(x: Shaped[Array, " blocks *block"], index: Integer[Array, ""]) -> Shaped[Array, "*block"]:
-    """Return block `index` of `x`."""
-    block: Shaped[Array, "*block"] = lax.dynamic_index_in_dim(x, index, keepdims=False)
-    return block
-
-
-def put_block(
-    x: Shaped[Array, " blocks *block"], block: Shaped[Array, "*block"], index: Integer[Array, ""]
-) -> Shaped[Array, " blocks *block"]:
-    """Replace block `index` of `x`. XLA does this in place inside a loop."""
-    updated: Shaped[Array, " blocks *block"] = lax.dynamic_update_index_in_dim(x, block, index, 0)
-    return updated
-
-
-def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """Contract two operands of one dtype by an einsum equation, accumulating in f32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pair:

@@ -14,9 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Mask
-from impls.context_parallel.device_masks import build_schedule
 from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
-from impls.context_parallel.sequence_layout import Layout
+from impls.context_parallel.sequence_layout import Layout, build_schedule
 
 
 def all_gather(

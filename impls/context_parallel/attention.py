@@ -62,26 +62,15 @@ def attention(
     Operands are whole arrays. A model with sharded arrays calls `ring` or `all_gather` in its own `shard_map`. Lengths
     may be any: they are padded to a multiple of the devices.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
         `logsumexp`. A call that the kernel refuses is refused. The kernel gets q, k and v in f32, whatever their dtype,
         where its results are summed: in a ring, and in an all-gather's backward pass.
       method: `"all_gather"` or `"ring"`.
       devices: number of devices that share the sequence.
       balanced: whether queries, and the keys of a ring, are in load-balanced order; else they are contiguous.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid, or there are too few devices.

@@ -21,10 +21,35 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Mask
 from impls import softmax_merge
-from impls.context_parallel.device_masks import build_schedule
 from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
-from impls.context_parallel.result_parts import add_sinks, build_part, compute_share, restore_results, transpose_rows
-from impls.context_parallel.sequence_layout import Layout
+from impls.context_parallel.sequence_layout import Layout, build_schedule
+
+
+def build_part(out: jax.Array, logsumexp: jax.Array) -> softmax_merge.Part:
+    """Build a part from `out [B, T, N, V]` and `logsumexp [B, N, T]`; its sum is 1, or 0 where there is no key."""
+    top = transpose_rows(logsumexp)
+    return softmax_merge.Part(out, top, (top != -jnp.inf).astype(jnp.float32))
+
+
+def restore_results(part: softmax_merge.Part) -> tuple[jax.Array, jax.Array]:
+    """Convert a part back to `out [B, T, N, V]` and `logsumexp [B, N, T]`."""
+    out, logsumexp = softmax_merge.normalise(part)
+    return out, logsumexp.swapaxes(1, 2)
+
+
+def add_sinks(out: jax.Array, logsumexp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Add sinks `[N]`, one logit in each denominator. Differentiable with respect to all arguments."""
+    return restore_results(softmax_merge.merge([build_part(out, logsumexp), softmax_merge.build_sink_part(sinks)]))
+
+
+def compute_share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Compute a part's share of the softmax from both `logsumexp`s; 0 where there is no key at all."""
+    return jnp.exp(part - jnp.where(whole == -jnp.inf, 0.0, whole))
+
+
+def transpose_rows(x: jax.Array) -> jax.Array:
+    """Transpose `[B, N, T]` to `[B, T, N, 1]`."""
+    return x.swapaxes(1, 2)[..., None]
 
 
 def ring(

@@ -62,30 +62,17 @@ def attention(
     except the slopes are differentiable. So is `logsumexp`; `max_logits` has gradient zero. A query that may attend to
     nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no gradient.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      alibi_slopes: `[N]`, constants. `slope * |i + S - T - j|` is subtracted where the bias is added (Press et al.
-        2021, arXiv:2108.12409). The last query has the position of the last key, as in Dao's flash-attention.
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap, with index arrays.
       logit_scale: `[N]`, a learned factor of `scale <q, k>` for each query head, applied before the bias (Liu et al.
         2021, arXiv:2111.09883, equation 2).
-      save_residuals: also return `logsumexp` and `max_logits`.
       float32_logits: keep logits in f32. With this and `float32_qk_product` off, logits are rounded to the operands'
         dtype; in f16 that limits them to 65504.
       float32_qk_product: convert q and k to f32 before their product.
       compute_axis_order: axes of q, k and v during the products: `(0, 1, 2, 3)` leaves `[B, T, N, H]`,
         `(0, 2, 1, 3)` multiplies in `[B, N, T, H]`.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.

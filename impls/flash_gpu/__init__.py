@@ -1,9 +1,8 @@
 """Flash attention for GPUs in Pallas: block skipping, any length and depth, hand-written backward.
 
-The modules, each building on the ones before: `block_sizes` (tiles, and their table), `tile_schedule` (the plan of a
-call, and which tiles are visited), `packed_block_sizes` and `packed_visits` (both for packed sequences),
-`flash_gpu_arrays` (operands and results), `triton` and `mosaic` (the kernels), `pallas_backends` (which of the two
-computes which kernel), `flash_gpu_passes` (forward and backward), `attention` and `flash_gpu_packed` (the public
+The modules, each building on the ones before: `block_sizes` (tiles, and their tables), `packed_visits` (for packed
+sequences), `tile_schedule` (the plan and the arrays of a call, and which tiles are visited), `triton` and `mosaic` (the
+kernels), `pallas_backends` (which of the two computes which kernel), `attention` and `flash_gpu_packed` (the public
 calls), `flash_gpu_tuning` and `implementation` (declarations).
 """
 

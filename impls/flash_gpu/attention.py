@@ -1,7 +1,8 @@
-"""Flash attention for GPUs: the public call and its derivative rule.
+"""Flash attention for GPUs: the public call, its derivative rule, and the forward and the backward pass.
 
 The call validates its operands, builds the static plan of the call, and runs the forward pass. JAX runs the backward
-pass through a `custom_vjp`.
+pass through a `custom_vjp`. Each kernel has a back end, Triton or Mosaic GPU. The kernels compute equations (1) to (10)
+and (12) to (16) of `impls/__init__.py`; XLA computes (11) and (17) here.
 """
 
 from __future__ import annotations
@@ -14,19 +15,56 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
+from impls.block_arithmetic import compute_dsinks, replace_neg_inf
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.derivative_refusals import refuse_derivatives
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
-from impls.flash_gpu.flash_gpu_passes import run_backward, run_forward
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
 from impls.flash_gpu.pallas_backends import Backend, choose_mosaic_kernels, fit_rings
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, Outputs, QueryRows
+from impls.flash_gpu.triton import backward as triton_backward
+from impls.flash_gpu.triton import forward as triton_forward
 from impls.jax_compat import Interpret, get_device_kind, resolve_interpret
 from impls.varying_axes import find_varying_axes, mark_varying
+
+
+def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    """Compute attention. Device memory holds only operands, outputs and the schedule."""
+    kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
+    return kernel.forward(plan, operands)
+
+
+def run_backward(
+    plan: FlashGpuPlan,
+    operands: Operands,
+    out: Float[Array, "B T N V"],
+    logsumexp: Float32[Array, "B N T"],
+    d_out: Float[Array, "B T N V"],
+    d_logsumexp: Float32[Array, "B N T"],
+) -> Operands:
+    """Compute the gradient of every operand except segment ids and ranges, in the operand's shape and dtype."""
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # D, equation (11)
+    row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
+    if operands.ranges is not None:
+        # Cotangents of queries outside all sequences may be any values, and must not reach the gradient of the sinks.
+        real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
+        row_sums = jnp.where(real, row_sums, 0.0)
+    rows = QueryRows(d_out, replace_neg_inf(logsumexp), row_sums)
+    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).compute_dkv(plan, operands, rows)
+    return Operands(
+        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).compute_dq(plan, operands, rows),
+        k=dk,
+        v=dv,
+        bias=None if operands.bias is None else triton_backward.compute_dbias(plan, operands, operands.bias, rows),
+        sinks=compute_dsinks(operands.sinks, rows.shift, row_sums),
+        segment_ids=None,
+    )
+
 
 Products = Literal["exact", "tf32"]
 
@@ -63,17 +101,9 @@ def attention(
     the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
     nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no gradient.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`, f32, bf16 or f16.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch parameters of each kernel, by default those of `block_sizes.TABLE`. Tiles are
         clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
@@ -82,9 +112,6 @@ def attention(
         and faster, else Triton (`impls.flash_gpu.pallas_backends`).
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from impls.contract import tunable
+from impls.pallas_gpu.triton_tiles import MIN_TILE, round_up_to_tile
 
 Axis = Literal["q", "kv"]
 Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
-
-# The smallest side of an operand of Triton's matrix product.
-MIN_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,10 +171,6 @@ class Entry:
     full_mask: bool = False
 
 
-def _build_sizes(forward: Tiles, dq: Tiles, dkv: Tiles, **rings: Ring) -> BlockSizes:
-    return BlockSizes(forward=forward, dq=dq, dkv=dkv, **rings)
-
-
 MEASURED_TABLE = Path(__file__).with_name("block_sizes.json")
 
 
@@ -203,109 +197,64 @@ def _load_measured() -> tuple[Entry, ...]:
     )
 
 
+_TileSpec = tuple[int, int, int, int]  # queries per tile, keys per tile, warps, stages
+
+
+def _build_entry(
+    device: str,
+    depth: int,
+    itemsize: int,
+    tiles: tuple[_TileSpec, _TileSpec, _TileSpec],  # of the forward kernel, of dq, and of dk and dv
+    provenance: str,
+    **rings: Ring,
+) -> Entry:
+    forward, dq, dkv = (Tiles(block_q=q, block_kv=kv, num_warps=warps, num_stages=n) for q, kv, warps, n in tiles)
+    sizes = BlockSizes(forward=forward, dq=dq, dkv=dkv, **rings)
+    return Entry(device=device, max_depth=depth, max_itemsize=itemsize, sizes=sizes, provenance=provenance)
+
+
+_ANY_DEPTH = 1 << 30
 _REASONED = "reasoned from shared memory and registers, compiled for A100, H100 and B200, timed on none of them"
-_REASONED_ENTRIES: tuple[Entry, ...] = (
-    Entry(
-        device="",
-        max_depth=64,
-        max_itemsize=2,
-        sizes=_build_sizes(
-            Tiles(block_q=128, block_kv=64, num_warps=4, num_stages=3),
-            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
-            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
-        ),
-        provenance=_REASONED,
+_REASONED_ENTRIES = (
+    _build_entry("", 64, 2, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)), _REASONED),
+    _build_entry("", 128, 2, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2)), _REASONED),
+    _build_entry("", 128, 4, ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)), _REASONED),
+    _build_entry(
+        "",
+        256,
+        2,
+        ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        f"{_REASONED}; the Mosaic rings compiled for H100 alone",
+        # In the kernel of dq there is shared memory for two tiles of keys, but for only one of values.
+        mosaic_forward=Ring(ping_pong=True, persistent=True, early_copies=True),
+        mosaic_dq=Ring(early_copies=True, num_v_stages=1),
     ),
-    Entry(
-        device="",
-        max_depth=128,
-        max_itemsize=2,
-        sizes=_build_sizes(
-            Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2),
-            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
-            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
-        ),
-        provenance=_REASONED,
-    ),
-    Entry(
-        device="",
-        max_depth=128,
-        max_itemsize=4,
-        sizes=_build_sizes(
-            Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
-            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-        ),
-        provenance=_REASONED,
-    ),
-    Entry(
-        device="",
-        max_depth=256,
-        max_itemsize=2,
-        sizes=_build_sizes(
-            Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
-            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-            # In the kernel of dq there is shared memory for two tiles of keys, but for only one of values.
-            mosaic_forward=Ring(ping_pong=True, persistent=True, early_copies=True),
-            mosaic_dq=Ring(early_copies=True, num_v_stages=1),
-        ),
-        provenance=f"{_REASONED}; the Mosaic rings compiled for H100 alone",
-    ),
-    Entry(
-        device="",
-        max_depth=1 << 30,
-        max_itemsize=4,
-        sizes=_build_sizes(
-            Tiles(block_q=32, block_kv=16, num_warps=4, num_stages=1),
-            Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
-            Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
-        ),
-        provenance=_REASONED,
-    ),
+    _build_entry("", _ANY_DEPTH, 4, ((32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)), _REASONED),
 )
-
-
 _COUNTED = "counted in machine code (`python -m conformance cycles --target=h100`), timed on no chip"
 # The owned axis has 128 rows: with 64 rows, 8 warps would compute half of the pairs twice on these GPUs.
-_WIDE_DQ = Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
-_WIDE_DKV = Tiles(block_q=64, block_kv=128, num_warps=8, num_stages=2)
-_HOPPER_ENTRIES = tuple(
-    Entry(device=device, max_depth=depth, max_itemsize=2, sizes=sizes, provenance=_COUNTED)
-    for device in ("H100", "H200")
-    for depth, sizes in (
-        (
-            64,
-            _build_sizes(
-                Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
-                Tiles(block_q=64, block_kv=128, num_warps=4, num_stages=2),
-                Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+_WIDE_BACKWARD = ((128, 64, 8, 2), (64, 128, 8, 2))
+_COUNTED_ENTRIES = (
+    *(
+        entry
+        for device in ("H100", "H200")
+        for entry in (
+            _build_entry(
+                device,
+                64,
+                2,
+                ((128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2)),
+                _COUNTED,
                 mosaic_forward=Ring(block=128),
                 mosaic_dq=Ring(block=128),
             ),
-        ),
-        (
-            128,
-            _build_sizes(
-                Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
-                _WIDE_DQ,
-                _WIDE_DKV,
-                mosaic_forward=Ring(block=128),
-            ),
-        ),
-    )
-)
-_BLACKWELL_ENTRIES = (
-    Entry(
-        device="B200",
-        max_depth=128,
-        max_itemsize=2,
-        sizes=_build_sizes(Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2), _WIDE_DQ, _WIDE_DKV),
-        provenance=_COUNTED,
+            _build_entry(device, 128, 2, ((128, 128, 8, 2), *_WIDE_BACKWARD), _COUNTED, mosaic_forward=Ring(block=128)),
+        )
     ),
+    _build_entry("B200", 128, 2, ((128, 64, 8, 2), *_WIDE_BACKWARD), _COUNTED),
 )
 
-TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_HOPPER_ENTRIES, *_BLACKWELL_ENTRIES)
+TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_COUNTED_ENTRIES)
 
 
 def look_up(device_kind: str, depth: int, itemsize: int, *, full_mask: bool = False) -> Entry:
@@ -332,6 +281,36 @@ def find_narrowest(
     return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device, not entry.full_mask))
 
 
-def round_up_to_tile(size: int) -> int:
-    """Round `size` up to the side of a tile: the next power of two, at least `MIN_TILE`."""
-    return max(MIN_TILE, 1 << (size - 1).bit_length())
+_COMPILED = "compiled for A100, H100 and B200, at most 4 bytes of registers spilled (`ptxas` of CUDA 13.0), never timed"
+
+# Each warp computes 16 rows of a product; more warps than rows / 16 would duplicate work. Matrix instructions of Hopper
+# and Blackwell keep operands in shared memory, which leaves room for larger tiles. f32 does not use these instructions.
+_ENTRIES_16_BIT = (
+    _build_entry("", 64, 2, ((128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)), _COMPILED),
+    _build_entry("", 128, 2, ((128, 16, 8, 2), (64, 32, 4, 2), (16, 64, 4, 2)), _COMPILED),
+    _build_entry("", 256, 2, ((32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)), _COMPILED),
+    *(
+        _build_entry(device, 64, 2, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)), _COMPILED)
+        for device in ("H100", "H200")
+    ),
+    *(
+        _build_entry(device, 128, 2, ((128, 64, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2)), _COMPILED)
+        for device in ("H100", "H200", "B200")
+    ),
+)
+_ENTRIES_32_BIT = (
+    _build_entry("", 64, 4, ((64, 32, 8, 2), (32, 32, 8, 1), (32, 64, 8, 1)), _COMPILED),
+    _build_entry("", 128, 4, ((32, 16, 8, 2), (32, 16, 8, 1), (16, 32, 4, 1)), _COMPILED),
+    _build_entry("", _ANY_DEPTH, 4, ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)), _COMPILED),
+)
+PACKED_TABLE = _ENTRIES_16_BIT + _ENTRIES_32_BIT
+"""Triton's tiles for packed sequences: smaller than those for dense operands.
+
+The masks of packed sequences are only known at run time, so every kernel contains code to mask. With the tiles for
+dense operands that takes more registers than a thread has. Smaller tiles also waste less work at the ends of sequences.
+"""
+
+
+def look_up_packed(device_kind: str, depth: int, itemsize: int) -> BlockSizes:
+    """Look up the tiles for a device kind, head depth (the larger of keys' and values') and dtype size."""
+    return find_narrowest(PACKED_TABLE, device_kind, depth, itemsize).sizes

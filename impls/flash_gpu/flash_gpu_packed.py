@@ -10,11 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
-from impls.flash_gpu.block_sizes import BlockSizes
-from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.packed_block_sizes import look_up_packed
+from impls.flash_gpu.block_sizes import BlockSizes, look_up_packed
 from impls.flash_gpu.packed_visits import compute_ranges
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
 from impls.jax_compat import Interpret, get_device_kind, resolve_interpret
 from impls.packed_sequences import Side, build_tables, check_packed_operands, resolve_window
 from impls.varying_axes import find_varying_axes, mark_varying
@@ -47,29 +45,13 @@ def packed_attention(
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
+    The operands and results are those of packed calls in the contract (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`, f32, bf16 or f16. Tokens past the last sequence may hold any value, also in k, v and
-        cotangents.
-      k: keys `[total_kv, K, H]`, `N % K == 0`.
-      v: values `[total_kv, K, V]`.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      causal: whether queries see no later keys of their sequence.
-      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: Triton's tiles and launch parameters of each kernel, by default those of
-        `packed_block_sizes.PACKED_TABLE`. Tiles are clipped to the lengths.
+        `block_sizes.PACKED_TABLE`. Tiles are clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32.
       interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
-
-    Returns:
-      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
-      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.

@@ -17,9 +17,10 @@ from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Ring, Tiles, look_up
 from impls.flash_gpu.flash_gpu_packed import packed_attention
 from impls.flash_gpu.flash_gpu_tuning import build_tunable
-from impls.flash_gpu.pallas_backends import NO_HOPPER, find_call_limit, find_misfit, fit_ring
+from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit, fit_ring
 from impls.flash_gpu.tile_schedule import has_dead_keys
 from impls.jax_compat import get_device_kind, runs_on
+from impls.pallas_gpu.mosaic_tiles import NO_HOPPER
 
 
 def build_uniform_sizes(block_q: int, block_kv: int) -> BlockSizes:

@@ -21,25 +21,21 @@ import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
-from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.mosaic import backward_tiles
 from impls.flash_gpu.mosaic import forward as mosaic_forward
-from impls.flash_gpu.mosaic.dead_keys import zeroes_dead_keys
-from impls.flash_gpu.mosaic.mosaic_shape import SHARED_MEMORY, KernelShape, count_shared_bytes
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import get_cuda_version, get_device_kind
+from impls.flash_gpu.mosaic.mosaic_launch import KernelShape, count_shared_bytes, zeroes_dead_keys
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
+from impls.jax_compat import get_device_kind
+from impls.pallas_gpu.mosaic_tiles import (
+    SHARED_MEMORY,
+    find_compiler_limit,
+    find_device_limit,
+)
 
 Backend = Literal["triton", "mosaic"]
 
-HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-"""Names of Hopper GPUs: JAX's device kind contains one of them."""
 MAX_MOSAIC_DEPTH = 256
 """Largest head depth of the Mosaic kernels: an f32 row for each of 64 queries takes half of a warpgroup's registers."""
-NO_HOPPER = "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
-"""Why a Mosaic GPU kernel is not run on this machine."""
-# CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
-# (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
-_MISCOMPILING_CUDA = range(12080, 12091)
 
 
 def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
@@ -93,28 +89,13 @@ def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -
     return None if kind is None or isinstance(mask, Full) else find_compiler_limit()
 
 
-def find_device_limit(kind: str) -> str | None:
-    """Return why Mosaic kernels do not run on a GPU of this kind, or None if they do; `kind` is JAX's device kind."""
-    if any(name in kind for name in HOPPER):
-        return None
-    return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
-
-
-def find_compiler_limit() -> str | None:
-    """Return why Mosaic kernels with masks must not be compiled by this process's CUDA, or None if they may."""
-    version = get_cuda_version()
-    if version not in _MISCOMPILING_CUDA:
-        return None
-    return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
-
-
 def find_misfit(
     kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool, dead_keys: bool = True
 ) -> str | None:
     """Return why a kernel with this ring does not fit a GPU at these head depths, or None if it fits.
 
     Keys that no query attends to (`dead_keys`) need an additional buffer, except at depths where they are zeroed before
-    the kernel (`impls.flash_gpu.mosaic.dead_keys`).
+    the kernel (`impls.flash_gpu.mosaic.mosaic_launch`).
     """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if max(head_dim, v_head_dim) > MAX_MOSAIC_DEPTH:

@@ -1,16 +1,48 @@
-"""Static plan of a call: sizes, tiles, and the list of tiles that each program visits. All kernels use it."""
+"""Static plan and arrays of a call, and the list of tiles that each program visits. All kernels use them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
-from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, round_up_to_tile
+from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles
+from impls.flash_gpu.packed_visits import KeyRanges
 from impls.jax_compat import Interpret
+from impls.pallas_gpu.triton_tiles import round_up_to_tile
+
+
+class Operands(NamedTuple):
+    """Operands of the call, in the shapes of docs/contract.md, section 1. Packed sequences are one batch row."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    sinks: Float[Array, " N"] | None
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+    ranges: KeyRanges | None = None  # keys that each query sees; only for packed sequences
+
+
+class Outputs(NamedTuple):
+    """Results of the forward pass: the output and the residuals that callers may request."""
+
+    out: Float[Array, "B T N V"]
+    logsumexp: Float32[Array, "B N T"]
+    max_logits: Float32[Array, "B N T"]
+
+
+class QueryRows(NamedTuple):
+    """Values per query that the backward pass needs beyond the operands."""
+
+    d_out: Float[Array, "B T N V"]  # in q's dtype
+    shift: Float32[Array, "B N T"]  # `logsumexp`, 0 for rows that attend to nothing
+    row_sums: Float32[Array, "B N T"]  # `<out, d_out>` minus the cotangent of `logsumexp`
+
 
 BlockKind = Literal["full", "partial"]
 BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")

@@ -15,25 +15,26 @@ from impls.requested_features import list_requested_features
 def refuse_unsupported(
     name: str,
     unsupported: Mapping[str, str],
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
+    arrays: tuple[Any, Any, Any],
     mask: Mask,
-    segment_ids: Any = None,
-    soft_cap: Any = None,
-    sinks: Any = None,
-    bias: Any = None,
-    scale: Any = None,
+    *,
     offers: Collection[str] = (),
+    **options: Any,
 ) -> None:
     """Refuse a call that needs a feature in `unsupported`, or an opt-in feature that is not in `offers`.
+
+    Args:
+      name: name of the adapter.
+      unsupported: features that it does not support, with the reason of each.
+      arrays: q, k and v.
+      mask: the mask.
+      offers: opt-in features that it supports.
+      **options: the other operands of the contract by name; None for one that is not given.
 
     Raises:
       NotImplementedError: a feature is not supported; the message names it and the reason.
     """
-    options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
-    for feature in list_requested_features(q, k, v, mask, options):
+    for feature in list_requested_features(*arrays, mask, options):
         if feature in unsupported or (feature in OPT_IN and feature not in offers):
             because = f": it {unsupported[feature]}" if feature in unsupported else ""
             raise NotImplementedError(f"{name} does not support {feature} ({FEATURES[feature]}){because}")

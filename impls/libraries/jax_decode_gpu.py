@@ -24,7 +24,7 @@ from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_con
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_unsupported
-from impls.libraries.mask_flags import build_case_mask
+from impls.libraries.mask_flags import OTHER_MASKS, build_case_mask
 
 NAME = "jax_decode_gpu"
 SPLITS = 2
@@ -37,13 +37,7 @@ OFFERS = frozenset({"own_window"})
 UNSUPPORTED = {
     "train": f"{_ONE_QUERY}, and has no gradients",
     "prefill": _ONE_QUERY,
-    "chunked": _RANGE,
-    "bidirectional": _RANGE,
-    "balanced": _RANGE,
-    "dense": _RANGE,
-    "dense_head": _RANGE,
-    "dense_batch": _RANGE,
-    "indexer": _RANGE,
+    **dict.fromkeys(OTHER_MASKS, _RANGE),
     "segment_ids": "takes no segment ids",
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
@@ -68,33 +62,14 @@ def attention(
 ) -> Any:
     """Implement the canonical call (`impls.contract.implementation`) for one query per sequence.
 
+    The operands are those of `impls.contract`.
+
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
       mask: A mask that lets each sequence see one range of keys.
-      segment_ids: Refused, since the library does not support it.
-      soft_cap: Refused, since the library does not support it.
-      sinks: Refused, since the library does not support it.
-      bias: Refused, since the library does not support it.
-      scale: Factor of the logits.
-      save_residuals: Return the logsumexp too.
       interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
     """
-    refuse_unsupported(
-        NAME,
-        UNSUPPORTED,
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-        offers=OFFERS,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(NAME, UNSUPPORTED, (q, k, v), mask, offers=OFFERS, **others)
     batch, kv_length = k.shape[:2]
     if q.shape[1] != 1:
         phase = "prefill" if q.shape[1] < kv_length else "train"

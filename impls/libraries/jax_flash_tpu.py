@@ -21,7 +21,7 @@ from cases.masks import Mask
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.mask_flags import NO_OTHER_MASK, ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 NAME = "jax_flash_tpu"
 BLOCK = 128  # Every block size of `BlockSizes.get_default`, and the smallest that the library's kernels take.
@@ -29,16 +29,7 @@ _NO_GROUPS = "needs as many key/value heads as query heads"
 UNSUPPORTED = {
     "gqa": _NO_GROUPS,
     "mqa": _NO_GROUPS,
-    "window": ONLY_CAUSAL,
-    "chunked": ONLY_CAUSAL,
-    "bidirectional": ONLY_CAUSAL,
-    "balanced": ONLY_CAUSAL,
-    "lengths": ONLY_CAUSAL,
-    "dense": ONLY_CAUSAL,
-    "dense_head": ONLY_CAUSAL,
-    "dense_batch": ONLY_CAUSAL,
-    "indexer": ONLY_CAUSAL,
-    "offset": "takes no causal offset",
+    **NO_OTHER_MASK,
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
     "v_head_dim": "needs values of the same depth as keys",
@@ -63,19 +54,8 @@ def attention(
 
     `interpret` is as for `pallas_call`, by default true unless the process runs on a TPU.
     """
-    refuse_unsupported(
-        NAME,
-        UNSUPPORTED,
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(NAME, UNSUPPORTED, (q, k, v), mask, **others)
     causal = find_causal_flag(mask)
     refuse_because(NAME, _find_limit(causal, q.shape[1], k.shape[1], q.shape[3]))
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)

@@ -22,7 +22,7 @@ from cases.masks import Mask
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation, Products
 from impls.jax_compat import Interpret, load_pallas_gpu_attention, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.mask_flags import NO_OTHER_MASK, ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 BLOCK = 128  # Forward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
 BACKWARD_BLOCK = 32  # Backward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
@@ -32,16 +32,7 @@ _ONE_ARRAY = "takes one array of segment ids for queries and keys"
 UNSUPPORTED = {
     "gqa": _NO_GROUPS,
     "mqa": _NO_GROUPS,
-    "window": ONLY_CAUSAL,
-    "chunked": ONLY_CAUSAL,
-    "bidirectional": ONLY_CAUSAL,
-    "balanced": ONLY_CAUSAL,
-    "lengths": ONLY_CAUSAL,
-    "dense": ONLY_CAUSAL,
-    "dense_head": ONLY_CAUSAL,
-    "dense_batch": ONLY_CAUSAL,
-    "indexer": ONLY_CAUSAL,
-    "offset": "takes no causal offset",
+    **NO_OTHER_MASK,
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
     "bias": "takes no bias",
@@ -66,34 +57,17 @@ def attention(
 ) -> Any:
     """Implement the canonical call (`impls.contract.implementation`).
 
+    The operands are those of `impls.contract`.
+
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
       mask: `Full()` or `Causal(0)`.
       segment_ids: Equal ids of q and kv. If they are traced and differ at run time, the output is NaN.
-      soft_cap: Refused, since the library does not support it.
-      sinks: Refused, since the library does not support it.
-      bias: Refused, since the library does not support it.
-      scale: Factor of the logits.
-      save_residuals: Return the logsumexp too.
       backward: `"triton"` or `"xla"`, the library's `backward_pass_impl`.
       interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
     """
     name = _get_name(backward)
-    refuse_unsupported(
-        name,
-        UNSUPPORTED,
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(name, UNSUPPORTED, (q, k, v), mask, **others)
     causal = find_causal_flag(mask)
     refuse_because(name, _find_limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
     if not resolve_interpret(interpret, "gpu"):

@@ -54,20 +54,9 @@ def attention(
     save_residuals: bool = False,
     backend: str = "xla",
 ) -> Any:
-    """Implement the canonical call (`impls.contract.implementation`) by `backend`, the library's `implementation`."""
-    refuse_unsupported(
-        _get_name(backend),
-        _get_unsupported(backend),
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    """Implement the canonical call (`impls.contract`) by `backend`, the library's `implementation`."""
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(_get_name(backend), _get_unsupported(backend), (q, k, v), mask, **others)
     arguments = build_mask_arguments(mask, q.shape[0], q.shape[1], k.shape[1], backend=backend)
     if backend == "cudnn":
         narrow = bias is not None and bias.shape[2:] != (q.shape[1], k.shape[1])

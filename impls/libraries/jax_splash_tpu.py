@@ -55,35 +55,17 @@ def attention(
 ) -> Any:
     """Implement the canonical call (`impls.contract.implementation`).
 
+    The operands are those of `impls.contract`.
+
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
       mask: Any mask that is the same for the whole batch.
-      segment_ids: Ids of q and kv.
-      soft_cap: Cap of the logits.
-      sinks: One logit per query head, added to the softmax denominator.
-      bias: Refused, since the library does not support it.
-      scale: Factor of the logits.
-      save_residuals: Return the logsumexp too.
       fused_backward: Use one kernel for all gradients, instead of one for dq and one for dk and dv.
       largest_block: Length of blocks, or the largest power of two below it that divides the length.
       block_sizes: Block sizes of each of the library's kernels, in place of `largest_block`.
       interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
     """
-    refuse_unsupported(
-        _get_name(fused_backward),
-        UNSUPPORTED,
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(_get_name(fused_backward), UNSUPPORTED, (q, k, v), mask, **others)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     group = num_q_heads // num_kv_heads

@@ -7,6 +7,13 @@ from cases.case import Case
 from cases.masks import Causal, Full, Mask, list_conjuncts
 
 ONLY_CAUSAL = "takes no mask but its causal flag"
+OTHER_MASKS = ("chunked", "bidirectional", "balanced", "dense", "dense_head", "dense_batch", "indexer")
+"""Features of masks that no number or flag of a call says."""
+NO_OTHER_MASK = {
+    **dict.fromkeys(("window", "lengths", *OTHER_MASKS), ONLY_CAUSAL),
+    "offset": "takes no causal offset",
+}
+"""Unsupported masks of a function with a causal flag and no other mask."""
 
 
 def find_causal_flag(mask: Mask) -> bool | None:

@@ -29,22 +29,15 @@ from cases.masks import Mask
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.mask_flags import NO_OTHER_MASK, ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 HOPPER = (9, 0)
 BLOCK_Q = 64  # queries per warpgroup; two warpgroups compute
 BLOCK_KV = 128  # keys per block: one of three sizes in the benchmark of JAX's kernel, and tokamax's default
 FIRST_UNSUPPORTED_JAX = Version("0.11")
 BACKWARD_BLOCK = 64  # queries and keys per warpgroup, tokamax's default
-_NO_MASKS = dict.fromkeys(
-    (
-        *("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch"),
-        *("indexer", "offset"),
-    ),
-    ONLY_CAUSAL,
-)
 _SHARED_UNSUPPORTED = {
-    **_NO_MASKS,
+    **NO_OTHER_MASK | {"offset": ONLY_CAUSAL},
     "f32": "multiplies 16-bit numbers only",
     "segment_ids": "takes no segment ids",
     "sinks": "takes no sinks",
@@ -74,33 +67,17 @@ def attention(
 ) -> Any:
     """Implement the canonical call (`impls.contract.implementation`).
 
+    The operands are those of `impls.contract`.
+
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
       mask: `Full()` or `Causal(0)`.
-      segment_ids: Refused, since the library does not support it.
       soft_cap: Cap of the logits; refused for JAX's kernel.
-      sinks: Refused, since the library does not support it.
       bias: Refused, since the adapter passes none to either kernel.
-      scale: Factor of the logits.
-      save_residuals: Return the logsumexp too.
       library: `"jax"` or `"tokamax"`.
     """
     name = f"{library}_mosaic_gpu"
-    refuse_unsupported(
-        name,
-        UNSUPPORTED[name],
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(name, UNSUPPORTED[name], (q, k, v), mask, **others)
     causal = find_causal_flag(mask)
     refuse_because(name, _find_limit(causal, q.shape[1], k.shape[1], q.shape[3]))
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)

@@ -63,36 +63,18 @@ def attention(
 ) -> Any:
     """Implement the canonical call (`impls.contract.implementation`).
 
+    The operands are those of `impls.contract`.
+
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
       mask: Any mask that is the same for all heads. A static mask must also be the same for the whole batch.
-      segment_ids: Ids of q and kv.
-      soft_cap: Cap of the logits.
-      sinks: One logit per query head, added to the softmax denominator.
-      bias: Refused, since the library does not support it.
-      scale: Factor of the logits.
-      save_residuals: Return the logsumexp and the largest logits too.
       config: Block sizes, a `SplashConfig`; by default the library's default.
       interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
 
     Raises:
       ImportError: tokamax is not installed.
     """
-    refuse_unsupported(
-        NAME,
-        UNSUPPORTED,
-        q,
-        k,
-        v,
-        mask=mask,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-    )
+    others = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    refuse_unsupported(NAME, UNSUPPORTED, (q, k, v), mask, **others)
     q_length, num_q_heads, kv_length, num_kv_heads = *q.shape[1:3], *k.shape[1:3]
     refuse_because(NAME, _find_limit(mask, q_length, kv_length))
     options: dict[str, Any] = {

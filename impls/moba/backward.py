@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.forward import replace_neg_inf
-from impls.block_flash.operand_blocks import multiply, take_block
+from impls.block_arithmetic import compute_dsinks, multiply, put_block, replace_neg_inf, take_block
 from impls.moba import moba_tpu
-from impls.moba.forward import gather_slots, put_block
+from impls.moba.forward import gather_slots
 from impls.moba.moba_blocks import (
     GradientSums,
     Lanes,
@@ -69,7 +68,7 @@ def backward(
         k=join_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # dk, equation (15)
         v=join_bins(plan, sums.v.astype(operands.v.dtype)),
         bias=_finish_bias_gradient(plan, sums.bias, operands.bias),
-        sinks=_compute_dsinks(operands.sinks, logsumexp, row_sums),
+        sinks=compute_dsinks(operands.sinks, logsumexp, row_sums),
     )
 
 
@@ -119,11 +118,3 @@ def _finish_bias_gradient(plan: MobaPlan, total: Array | None, bias: Array | Non
     if total is None or bias is None:
         return None
     return restore_bias(plan, total).astype(bias.dtype)
-
-
-def _compute_dsinks(sinks: Array | None, logsumexp: Array, row_sums: Array) -> Array | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, by equation (17) of the module docstring."""
-    if sinks is None:
-        return None
-    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - logsumexp)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.forward import replace_neg_inf
-from impls.block_flash.operand_blocks import multiply
+from impls.block_arithmetic import multiply, put_block, replace_neg_inf
 from impls.moba import moba_tpu
 from impls.moba.moba_blocks import BlockSoftmax, Lanes, Operands, compute_block, restore_rows, split_lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork
@@ -83,12 +82,6 @@ def _compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax
     none = mark_varying(none, find_varying_axes((lanes, work)))
     parts: BlockSoftmax = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
     return parts
-
-
-def put_block(x: Array, block: Array, number: Array) -> Array:
-    """Replace block `number` of `x`. XLA does this in place inside a loop."""
-    updated: Array = lax.dynamic_update_index_in_dim(x, block, number, 0)
-    return updated
 
 
 def gather_slots(x: Array, places: Array, fill: float | int) -> Array:

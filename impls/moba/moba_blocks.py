@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from impls.block_flash.operand_blocks import multiply, take_block
+from impls.block_arithmetic import multiply, take_block
 from impls.moba.moba_plan import MobaPlan, MobaWork
 
 Array = jax.Array

@@ -16,7 +16,7 @@ from cases.masks import Mask
 from cases.moba_mask import Moba
 from impls.dot_product.attention import attend
 from impls.explicit_sharding import accept_explicit_sharding
-from impls.moba.moba_operands import validate_moba
+from impls.moba.moba_plan import validate_moba
 
 
 @accept_explicit_sharding

@@ -1,4 +1,4 @@
-"""Divide the work of MoBA: sort pairs of a query and one of its chunks by chunk, and split them into blocks of rows.
+"""Plan a MoBA call: validate it, choose the chunks of each query, and divide the pairs of the two into blocks of rows.
 
 Internally, the key/value heads of all batch rows are *lanes* (`L = B K`), each with the queries of its group as *rows*
 (`R = G T`). A chunk of a lane's keys is a *bin*. Each row has *slots* for the chunks that it selected. The rows that
@@ -9,14 +9,50 @@ block of a bin may have padding rows.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cases.masks import Full, Mask
 from cases.moba_mask import Moba
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.jax_compat import Interpret
+
+
+def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
+    """Return the mask if it is a `Moba` mask that fits the lengths.
+
+    Raises:
+      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
+      ValueError: the mask does not fit the lengths.
+    """
+    if isinstance(mask, Moba):
+        mask.check_lengths(q_length, kv_length)
+        return mask
+    try:
+        validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    except NotImplementedError as error:
+        raise NotImplementedError("moba: not combined with another mask") from error
+    name = "full" if isinstance(mask, Full) else type(mask).__name__
+    raise NotImplementedError(f"{name}: only Moba masks; other masks have kernels of their own")
+
+
+def validate_moba(
+    q: Any, k: Any, v: Any, *, mask: Mask, segment_ids: tuple[jax.Array, jax.Array] | None, **options: Any
+) -> Moba:
+    """Validate the operands of a MoBA call and return its mask.
+
+    Raises:
+      ValueError: an operand or an option is wrong; the message names it.
+      NotImplementedError: there are segment ids, or the mask is not a `Moba` mask.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, **options)
+    if segment_ids is not None:
+        raise NotImplementedError("segment_ids: whether the mean of a chunk takes in other segments is not defined")
+    return find_moba(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+
 
 Array = jax.Array
 Backend = Literal["portable", "tpu"]
@@ -134,3 +170,52 @@ def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
         rows=rows.reshape(plan.most_blocks, plan.block_rows),
         places=places.reshape(-1, plan.slots),
     )
+
+
+_ROWS_AT_ONCE = 256  # queries whose gates are in memory at once
+
+
+def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
+    """Select the chunks of each query, int32 `[L, R, slots]`: its own chunk first, and `C` in empty slots.
+
+    Args:
+      moba: the mask.
+      q: queries of each key/value head, `[L, R, H]`.
+      k: keys of each key/value head, `[L, C, chunk, H]`. The last chunk is zero-padded. Its mean is never used, since
+        no query is in a later chunk.
+      position: position of each query among the keys, `[R]`.
+    """
+    chunks = k.shape[1]
+    own = jnp.broadcast_to((position // moba.chunk)[None, :, None], (*q.shape[:2], 1))
+    others = min(moba.topk - 1, chunks - 1)
+    if others == 0:
+        return own
+    means = k.astype(jnp.float32).mean(axis=2)  # [L, C, H]
+
+    def of_rows(rows: tuple[Array, Array]) -> Array:
+        some, own = rows  # [L, rows, H], [L, rows, 1]
+        queries = some.astype(jnp.float32)
+
+        def gate(mean: Array) -> Array:
+            return jnp.einsum("lrh,lh->lr", queries, mean, precision=lax.Precision.HIGHEST)
+
+        # One product per chunk, so that equal chunks tie exactly: in a single product over all chunks the last bit of
+        # a gate depends on its column.
+        gates = jnp.moveaxis(lax.map(gate, means.swapaxes(0, 1)), 0, -1)
+        gates = jnp.where(jnp.arange(chunks, dtype=jnp.int32) < own, gates, -jnp.inf)
+        return lax.top_k(gates, others)[1]  # of equal gates, the lower index comes first
+
+    rows = min(_ROWS_AT_ONCE, q.shape[1])
+    chosen = _join_rows(lax.map(of_rows, (_split_rows(q, rows), _split_rows(own, rows))), q.shape[1]).astype(jnp.int32)
+    return jnp.concatenate([own, jnp.where(chosen < own, chosen, chunks)], axis=-1)
+
+
+def _split_rows(x: Array, rows: int) -> Array:
+    """Split rows `[L, R, D]` into `[blocks, L, rows, D]`."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows), (0, 0)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, x.shape[2]), 1, 0)
+
+
+def _join_rows(x: Array, rows: int) -> Array:
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, x.shape[-1])[:, :rows]

@@ -20,11 +20,9 @@ from impls.jax_compat import Interpret, resolve_interpret
 from impls.moba.backward import backward
 from impls.moba.forward import Outputs, forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
-from impls.moba.moba_gate import choose_chunks
-from impls.moba.moba_operands import validate_moba
-from impls.moba.moba_plan import Backend, MobaPlan, MobaWork, divide_work
+from impls.moba.moba_plan import Backend, MobaPlan, MobaWork, choose_chunks, divide_work, validate_moba
 from impls.moba.moba_tpu import fit_block_rows
-from impls.splash_tpu.block_sizes import LANES
+from impls.pallas_tpu.tpu_tiles import LANES
 from impls.varying_axes import find_varying_axes, mark_varying
 
 # Largest number of queries per block, by backend. docs/measurements/tpu-cycles.md has the cycles behind that for TPU.
@@ -59,25 +57,18 @@ def attention(
     Every operand is differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The residuals of
     the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
       q: queries `[B, T, N, H]`; query `i` is at position `i + mask.offset`, `S - 1` in decode.
-      k: keys `[B, S, K, H]`, `N % K == 0`; the last chunk may be shorter.
-      v: values `[B, S, K, V]`.
       mask: a `cases.moba_mask.Moba`.
-      segment_ids: must be None.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; not applied to the gates.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap; not added to the gates.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       most_rows: largest number of queries per block, a power of two. By default 256, or 512 on a TPU, where it is
         reduced to fit VMEM.
       backend: `"tpu"` for the Pallas kernels (`impls.moba.moba_tpu`), which support no bias and no f16.
       keys_together: keys of a chunk that the TPU kernels compute at once, a multiple of 128.
       interpret: `interpret` of the TPU kernels' `pallas_call`; by default true unless the process runs on a TPU.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.

@@ -26,12 +26,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.block_arithmetic import LN_2, make_shape, multiply_tiles
 from impls.jax_compat import Ref, Scalar
 from impls.moba.moba_blocks import BlockSoftmax, GradientSums, Lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork
-from impls.splash_tpu.block_sizes import LANES, round_up
-from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, make_column, repeat_lanes, sum_by_lane
-from impls.splash_tpu.vmem import DEFAULT_SCOPED, find_limit
+from impls.pallas_tpu.tpu_tiles import (
+    DEFAULT_SCOPED,
+    EMPTY_MAXIMUM,
+    LANES,
+    find_limit,
+    make_column,
+    repeat_lanes,
+    round_up,
+    sum_by_lane,
+)
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
 Array = jax.Array
@@ -65,7 +73,7 @@ def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
         "moba_forward",
     )
     maximum = maximum[:, 0]
-    return BlockSoftmax(jnp.where(maximum == EMPTY_MAXIMUM, -jnp.inf, maximum * jnp.float32(LOG_2)), total[:, 0], out)
+    return BlockSoftmax(jnp.where(maximum == EMPTY_MAXIMUM, -jnp.inf, maximum * jnp.float32(LN_2)), total[:, 0], out)
 
 
 def sum_gradients(
@@ -78,7 +86,7 @@ def sum_gradients(
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=True)
     q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
     # An infinite logsumexp makes the probabilities of padding rows zero.
-    lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LOG_2)
+    lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LN_2)
     delta = row_sums.at[work.rows].get(mode="fill", fill_value=0)[:, None]
     k, v = room.padded(lanes.k), room.padded(lanes.v)
     rows, depths = plan.block_rows, (q.shape[-1], v.shape[-1])
@@ -214,7 +222,7 @@ def _call_kernel(
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
     return pl.pallas_call(
         kernel,
-        out_shape=mark_shapes_varying([_make_f32_shape(shape) for shape in shapes], arrays[0]),
+        out_shape=mark_shapes_varying([make_shape(shape, jnp.float32) for shape in shapes], arrays[0]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(blocks,),
@@ -242,17 +250,17 @@ def _forward_kernel(
     sum_ref: Ref,
 ) -> None:
     number, rows = pl.program_id(0), q_ref.shape[0]
-    last = make_column(last_ref[...])
+    last = make_column(last_ref[...])  # [rows, LANES]
 
     def add(step: Scalar, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
-        out, top, total = so_far
+        out, top, total = so_far  # [rows, V], [rows, LANES] twice
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         z, _ = _compute_logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
         now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # the maximum m, equation (4)
-        weights = jnp.exp2(z - repeat_lanes(now, size))
+        weights = jnp.exp2(z - repeat_lanes(now, size))  # [rows, size]
         decay = jnp.exp2(top - now)
-        v = v_ref[keys, :]
-        added = _multiply(plan, weights.astype(v.dtype), v, 1, 0)
+        v = v_ref[keys, :]  # [size, V]
+        added = _multiply(plan, weights.astype(v.dtype), v, (1, 0))
         # The sum in equation (6), the maximum m, and the softmax sum l, equation (5).
         return out * repeat_lanes(decay, v.shape[1]) + added, now, total * decay + sum_by_lane(weights)
 
@@ -292,22 +300,22 @@ def _backward_kernel(
         for ref in (dk_ref, dv_ref):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
-    last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))
+    last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))  # [rows, LANES]
 
     def add(step: Scalar, dq: Array, *, masked: bool) -> Array:
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         q, k, v, do = q_ref[...], k_ref[keys, :], v_ref[keys, :], do_ref[...]
         z, slope = _compute_logits(plan, q, k, step * size, last if masked else None)
         p = jnp.exp2(z - repeat_lanes(lse, size))  # probabilities, equation (8)
-        dx = p * (_multiply(plan, do, v, 1, 1) - repeat_lanes(delta, size))  # equations (10) and (12)
+        dx = p * (_multiply(plan, do, v, (1, 1)) - repeat_lanes(delta, size))  # equations (10) and (12)
         if slope is not None:
             dx = dx * slope  # through the soft cap, equation (13)
         rounded = dx.astype(q.dtype)
-        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # dk, equation (15), not yet scaled
-        dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, 0, 0)  # dv, equation (9)
-        return dq + _multiply(plan, rounded, k, 1, 0)  # dq, equation (14), not yet scaled
+        dk_ref[keys, :] += _multiply(plan, rounded, q, (0, 0))  # dk, equation (15), not yet scaled
+        dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, (0, 0))  # dv, equation (9)
+        return dq + _multiply(plan, rounded, k, (1, 0))  # dq, equation (14), not yet scaled
 
-    dq = jnp.zeros(dq_ref.shape, jnp.float32)
+    dq = jnp.zeros(dq_ref.shape, jnp.float32)  # [rows, H]
     dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)
 
 
@@ -328,28 +336,18 @@ def _compute_logits(
 
     These are equations (1) to (3) of `impls.moba.moba_blocks`. If `last` is None, no logit is masked.
     """
-    x = _multiply(plan, q, k, 1, 1)
+    x = _multiply(plan, q, k, (1, 1))
     slope = None
     if plan.soft_cap is None:
-        z = x * jnp.float32(plan.scale / LOG_2)  # the scaled logits x, equation (1)
+        z = x * jnp.float32(plan.scale / LN_2)  # the scaled logits x, equation (1)
     else:
         tanh = jnp.tanh(x * jnp.float32(plan.scale / plan.soft_cap))
-        z, slope = tanh * jnp.float32(plan.soft_cap / LOG_2), 1 - tanh * tanh  # soft cap, equation (2)
+        z, slope = tanh * jnp.float32(plan.soft_cap / LN_2), 1 - tanh * tanh  # soft cap, equation (2)
     if last is not None:
         place = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first
         z = jnp.where(place <= repeat_lanes(last, z.shape[1]), z, -jnp.inf)  # mask, equation (3)
     return z, slope
 
 
-def _multiply(plan: MobaPlan, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
-    """Multiply two tiles, contracting one axis of each, in f32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    if plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
-        # Same result: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    axes = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _multiply(plan: MobaPlan, a: Array, b: Array, over: tuple[int, int]) -> Array:
+    return multiply_tiles(a, b, over, widen=bool(plan.interpret))

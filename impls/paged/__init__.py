@@ -7,7 +7,7 @@ from impls.paged.implementation import (
     build_latent_implementation,
     build_quantized_tpu_implementation,
 )
-from impls.paged.page_scales import side_by_side
+from impls.paged.page_copies import side_by_side
 from impls.paged.paged_latent import latent_attention
 from impls.paged.paged_update import attention_with_update
 

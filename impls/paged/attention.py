@@ -12,13 +12,12 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from impls import softmax_merge
 from impls.contract.implementation import FLOATS
-from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
-from impls.mosaic_decode.decode_shape import TILE_KEYS, find_decode_limit
-from impls.paged import page_scales as side_by_side
 from impls.paged import paged_gpu, paged_portable, paged_tpu
-from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.page_copies import check_page_scales, choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
+from impls.pallas_gpu.mosaic_decode import TILE_KEYS, find_decode_limit
+from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu", "mosaic"]
@@ -30,7 +29,7 @@ BLOCK_KV = 256
 """Default number of keys that are read together, in whole pages.
 
 `BLOCK_Q` and `BLOCK_KV` are reasoned, not measured. On a TPU the defaults follow from its memory instead
-(`impls.paged.page_blocks`).
+(`impls.paged.page_copies`).
 """
 BLOCK_KV_GPU = 64
 """Default number of keys that are read together on a GPU, even where a page ends between them.
@@ -69,25 +68,11 @@ def attention(
     Query `i` of sequence `b` is at position `kv_lens[b] - q_len + i`, and key `j` is row `j % page_size` of page
     `page_indices[b, j // page_size]`.
 
+    The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`, one sequence after the other.
-      k_pages: keys `[pages, page_size, K, H]`, `N % K == 0`. Keys that no query sees are never read.
-      v_pages: values `[pages, page_size, K, V]`.
-      kv_lens: int32 `[max_seqs]`, number of keys of each sequence, including those of its queries.
-      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
-      v_scales: the same for the values. Scales of tokens that no query sees may have any value.
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
-        `impls.paged.page_scales.side_by_side`, f32 `[pages, page_size, W]`.
-      k_scale: one number for all keys, in place of `k_scales`: keys are `k_pages * k_scale`.
-      v_scale: one number for all values, in place of `v_scales`.
-      window: `(left, 0)`, how many keys a query sees before its own position.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
+        `impls.paged.page_copies.side_by_side`, f32 `[pages, page_size, W]`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
         which no chip has measured.
       block_q: queries per tile; by default chosen for the back end.
@@ -96,11 +81,6 @@ def attention(
       num_programs: number of GPU programs per key/value head, which share the keys of all sequences; by default as many
         as fill the GPU.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
-
-    Returns:
-      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
-      past the last sequence.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
@@ -213,7 +193,7 @@ def check_paged_operands(
         _check_whole_scales(of_all, (*scales, page_scales))
     elif page_scales is not None:
         _check_stored_dtypes(k, v)
-        side_by_side.check_page_scales(page_scales, k)
+        check_page_scales(page_scales, k)
     elif any(x is not None for x in scales):
         _check_stored_dtypes(k, v)
         _check_scales(k, *scales)

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
-from impls.flash_gpu.pallas_backends import NO_HOPPER, find_device_limit
 from impls.jax_compat import get_device_kind, runs_on
-from impls.mosaic_decode.decode_shape import find_shape_limit
 from impls.paged.attention import Backend, attention
-from impls.paged.page_scales import side_by_side
+from impls.paged.page_copies import side_by_side
 from impls.paged.paged_latent import latent_attention
 from impls.paged.paged_update import attention_with_update
+from impls.pallas_gpu.mosaic_decode import find_shape_limit
+from impls.pallas_gpu.mosaic_tiles import NO_HOPPER, find_device_limit
 
 # Tiles and blocks are small and of different sizes, so that prompts have several tiles, and sequences end before, at
 # and after the ends of blocks.

@@ -1,4 +1,8 @@
-"""Async copies between HBM and VMEM: prefetch pages into a buffer, and write the rows of a tile back.
+"""Blocks of pages that the TPU kernel copies to VMEM ahead of its products, and rows that it writes back.
+
+A block is a number of pages that are consecutive in the table of a tile's sequence. The first block begins with the
+page of the first key that the tile sees. The blocks of all tiles are one list. So the pages of the next block are
+copied while a block is computed, also across tiles and sequences.
 
 Every copy that is started must be waited for, with the same number of bytes. So starting and waiting iterate over the
 same description of the copies. Whole blocks are the exception: one wait covers all of their bytes.
@@ -6,17 +10,125 @@ same description of the copies. Whole blocks are the exception: one wait covers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Scalar
-from impls.paged.page_blocks import NUM_BUFFERS, PageBlocks
-from impls.paged.query_tiles import QueryTiles
+from impls.paged.paged_plan import Operands, PagedPlan, QueryTiles, find_block_range
+from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, find_limit
+
+LANES = 128
+NUM_BUFFERS = 2
+"""Blocks of pages in VMEM: one is being computed, one is being copied."""
+LATENT_ROWS = 2048
+"""Queries times heads of a tile over latents. From this number on, products take longer than copying the pages."""
+
+
+class VmemRoom(NamedTuple):
+    """Largest sizes that fit the VMEM of a chip."""
+
+    vmem: int  # bytes of VMEM that the kernel may take
+    rows: int  # rows of a tile: queries times heads
+    keys: int  # bytes of keys and values per block; VMEM has three such: two buffers, and a copy split by head
+
+
+class PageBlocks(NamedTuple):
+    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
+
+    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
+    """
+
+    slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
+    end: jax.Array  # one past the last index into this row that the tile needs
+    length: jax.Array  # number of the tile's blocks
+    before: jax.Array  # number of blocks of all earlier tiles
+    following: jax.Array  # index of the next tile that has a block; `L` if no later tile has one
+
+
+def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
+    """Build the blocks of a call. Pages without a key that the tile's queries see are in no block."""
+    slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
+    number = jnp.arange(len(tiles.row), dtype=jnp.int32)
+    pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)
+    count = (pages + (plan.block_pages - 1)) // plan.block_pages
+    latest = lax.cummin(jnp.where(count > 0, number, len(number)), reverse=True)
+    return PageBlocks(
+        slot=jnp.broadcast_to(slot, number.shape).astype(jnp.int32),
+        end=end.astype(jnp.int32),
+        length=count,
+        before=jnp.cumsum(count, dtype=jnp.int32) - count,
+        following=jnp.append(latest[1:], jnp.int32(len(number))),
+    )
+
+
+def find_chip_room() -> VmemRoom:
+    """Find the sizes that fit the target chip.
+
+    A row is one head of one query. At depth 128 it takes 3.6 KiB beside its logits: accumulators, queries, and results
+    that are being written. The more queries a tile has, the less often pages are copied and split by head. By the
+    compiler's schedule, four sequences of 4,096 keys with 512 queries each take 3,871 kilocycles on v5e in tiles of 64
+    queries, and 2,952 in tiles of 128.
+    """
+    capacity = find_limit(None).bytes
+    if capacity >= 4 * DEFAULT_SCOPED:
+        return VmemRoom(vmem=3 * capacity // 4, rows=8192, keys=2 * 2**20)
+    return VmemRoom(vmem=DEFAULT_SCOPED, rows=3072, keys=2**20)
+
+
+def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
+    """Choose the default queries per tile: as many as fit VMEM, at most 128.
+
+    A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
+    """
+    rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
+    return max(1, min(total_q, 128, rows // heads))
+
+
+def choose_block_kv(num_kv_heads: int, depths: Sequence[int], itemsize: int) -> int:
+    """Choose the default keys per block: as many as fit VMEM, from 16 to 512. Latents have a single depth."""
+    width = sum(-(-depth // LANES) * LANES for depth in depths)
+    return max(16, min(512, find_chip_room().keys // (num_kv_heads * width * itemsize)))
+
+
+def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
+    """Convert scales `[pages, page_size, K]` to the layout of the TPU kernel: those of a token in one row of lanes.
+
+    Copies must be whole tiles of 8 by 128 numbers. XLA lays out `[pages, page_size, K]` with the pages in the lanes, so
+    the scales of one page are not contiguous. Pages of `[page_size, 128]` are contiguous. So scales are stored in that
+    layout from the start, and a row is written with its token. Converting the layout in every call would touch all
+    pages, also those that are not read.
+
+    Args:
+      k_scales: scales of the keys, f32.
+      v_scales: scales of the values, f32.
+
+    Returns:
+      f32 `[pages, page_size, W]` with W lanes, a multiple of 128: the first K lanes hold the scales of the keys, the
+      next K lanes the scales of the values, and the others zeros.
+    """
+    both = jnp.concatenate([k_scales, v_scales], axis=-1)
+    return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % LANES)))
+
+
+def check_page_scales(page_scales: Any, k_pages: Any) -> None:
+    """Raise `ValueError` if `page_scales` has a wrong shape or dtype for the TPU kernel; the message says which."""
+    *rows, num_kv_heads, _ = k_pages.shape
+    if page_scales.ndim != 3 or [*page_scales.shape[:2]] != rows or page_scales.shape[2] % LANES:
+        wanted = f"[{rows[0]}, {rows[1]}, a multiple of {LANES}]"
+        raise ValueError(f"page_scales must have shape {wanted}, as side_by_side gives, got {page_scales.shape}")
+    if page_scales.shape[2] < 2 * num_kv_heads:
+        raise ValueError(
+            f"page_scales must have lanes for keys and values of {num_kv_heads} heads, got {page_scales.shape[2]}"
+        )
+    if page_scales.dtype != jnp.float32:
+        raise ValueError(f"page_scales must be float32, got {page_scales.dtype}: cast with astype")
+
 
 PAGES_AT_ONCE = 4
 """Pages whose copies are started together, so that their scalar computations overlap."""

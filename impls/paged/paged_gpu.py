@@ -1,18 +1,12 @@
 """Paged attention for GPUs in Pallas: one program per share of a tile's keys, and one that merges shares.
 
-A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
-and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks up the page of each key in the
+A program owns a tile of queries, all of one sequence (`impls.paged.paged_plan`), for the heads of one key/value head,
+and a share of the blocks of keys that they see (`KeyShares`). It looks up the page of each key in the
 table and reads the key in place. So nothing of the cache is copied, and the work grows with the queries and the keys.
 
-From the logits z, equations (1) and (2) of `impls/__init__.py`, a program computes over the keys of its share, without
-sink and without division:
+A program computes equations (1) to (6) of `impls/__init__.py` over the keys of its share, without sink and division.
 
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
-
-These are kernels in Triton. For Hopper, `impls.mosaic_decode` has another kernel with the same results.
+These are kernels in Triton. For Hopper, `impls.pallas_gpu.mosaic_decode` has another kernel with the same results.
 
 A second kernel merges the parts of a tile in the order of their keys, so that every call gives the same bits. It writes
 each row to its place in the results.
@@ -30,20 +24,63 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.block_sizes import MIN_TILE, round_up_to_tile
-from impls.flash_gpu.exponentials import compute_exp
-from impls.flash_gpu.flash_gpu_arrays import make_shape
-from impls.flash_gpu.mosaic.mosaic_shape import ROWS
-from impls.flash_gpu.triton.triton_tiles import compute_positions
+from impls.block_arithmetic import compute_exp, make_shape, multiply_tiles, replace_neg_inf
 from impls.jax_compat import Interpret, Ref, Scalar, build_triton_call, count_multiprocessors
-from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
-from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
-from impls.paged.key_shares import build_shares
-from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
-from impls.paged.query_tiles import build_tiles
-from impls.ragged.ragged_plan import replace_neg_inf
+from impls.paged.paged_plan import (
+    Operands,
+    PagedPlan,
+    QueryTiles,
+    build_tiles,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+    find_key_range,
+)
+from impls.pallas_gpu.mosaic_decode import DecodeShape, Shares, VisibleKeys, attend_to_shares, count_slots
+from impls.pallas_gpu.mosaic_tiles import ROWS
+from impls.pallas_gpu.triton_tiles import MIN_TILE, compute_positions, round_up_to_tile
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
+
+
+class KeyShares(NamedTuple):
+    """Division of the key blocks of a call between programs; int32. Entries past the last share have no block.
+
+    A call may have tiles of long sequences, with many blocks of keys, and tiles of short ones. So a share is a fixed
+    number of blocks of one tile; the number follows from the total of all blocks. A program computes one share, whether
+    its tile is a part of a prompt or a single token over a long cache. Sharing one query's keys between programs
+    follows Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding".
+    """
+
+    tile: jax.Array  # [W], tile that the share belongs to
+    first: jax.Array  # [W], index of the share's first block in its sequence
+    end: jax.Array  # [W], one past the share's last block
+    before: jax.Array  # [L], number of shares of all earlier tiles
+    own: jax.Array  # [L], number of the tile's shares; 0 if its queries see no key
+
+
+def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:
+    """Build the shares of a call with blocks of `block` keys: about `programs`, plus at most one per tile."""
+    number = jnp.arange(len(tiles.row), dtype=jnp.int32)
+    first, end = find_block_range(plan, tiles.position, tiles.queries, block)
+    first = jnp.broadcast_to(first, number.shape)
+    blocks = jnp.where(number < tiles.total, jnp.maximum(end - first, 0), 0)
+    size = jnp.maximum((blocks.sum(dtype=jnp.int32) + (programs - 1)) // programs, 1)
+    count = (blocks + (size - 1)) // size
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    share = jnp.arange(len(number) + programs, dtype=jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, share, side="right", method="scan_unrolled"), len(number) - 1).astype(
+        jnp.int32
+    )
+    begin = first[tile] + (share - (ends - count)[tile]) * size
+    return KeyShares(
+        tile=tile,
+        first=begin.astype(jnp.int32),
+        end=jnp.where(share < ends[-1], jnp.minimum(begin + size, end[tile]), begin).astype(jnp.int32),
+        before=ends - count,
+        own=count,
+    )
+
 
 MAX_ROWS = 64
 """Largest number of rows per tile, so that the accumulator stays in registers. Further heads get further programs."""
@@ -254,27 +291,28 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     queries = jnp.where(end > first, inputs["queries"][tile], 0)
     rows = _locate_rows(launch, column, row, queries)
     head, _ = launch.place(column)
-    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)
-    i = (position + rows.query)[:, None]
+    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)  # [rows, H]
+    i = (position + rows.query)[:, None]  # [rows, 1]
     low, _ = find_key_range(plan, position)
     _, high = find_key_range(plan, position + queries - 1)
 
     def visit(number: Scalar, old: Part) -> Part:
-        j = compute_positions(number * launch.block, launch.block)
+        j = compute_positions(number * launch.block, launch.block)  # [block]
         # Only keys that some query sees are read: others may be NaN, and 0 * NaN is not 0.
         seen = (j >= low) & (j < high)
         slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
         page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
         token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
-        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)
-        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
+        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)  # [block, H]
+        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)  # [block, V]
         z = jnp.where(
-            compute_allowed(plan, i, j[None, :]), compute_logits(plan, _multiply(q, k, 1)), -jnp.inf
+            compute_allowed(plan, i, j[None, :]), compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
         )  # masked logits, equations (1) to (3)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
-            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # weighted sum of values, eq. (6)
+            out=old.out * decay[:, None]
+            + multiply_tiles(weights.astype(v.dtype), v, (1, 0)),  # weighted sum of values, eq. (6)
             max=top,
             sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
@@ -352,10 +390,3 @@ def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth
     plt.store(at, part.out, mask=exist)
     plt.store(outputs["max"].at[rows], part.max, mask=there)
     plt.store(outputs["sum"].at[rows], part.sum, mask=there)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from impls.contract.implementation import FLOATS
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, compute_results, refuse_f16
-from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.page_copies import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
 
 BLOCK_ROWS = 256
@@ -51,20 +51,10 @@ def latent_attention(
     arXiv:2405.04434, section 2.1, with the up-projections absorbed into q and into what follows `out`). A block of
     pages is read once, for keys and values.
 
+    The other operands and the results are those of the contract for latents in pages (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`, one sequence after the other. The coordinates of the rank come first, then those of
-        the rotary part.
-      latent_pages: `[pages, page_size, H]`. Latents that no query sees are never read.
       value_dim: the rank, at most `H`.
-      scale: factor of `<q, latent>`. It belongs to the heads before absorption, so it does not follow from `H`.
-      kv_lens: int32 `[max_seqs]`, number of latents of each sequence, including those of its queries.
-      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      window: `(left, 0)`, how many keys a query sees before its own position.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      save_residuals: also return `logsumexp` and `max_logits`.
       backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. The TPU kernel reads pages in place if XLA lays them
         out row by row: if `H` is a multiple of 128 and `page_size` a multiple of 8. Otherwise all pages are copied
         first. So latents of 512 + 64 coordinates are best padded with zeros to 640, and q too. This takes no more
@@ -73,11 +63,6 @@ def latent_attention(
       block_kv: latents that are read together, rounded up to whole pages.
       block_rows: queries times heads that are computed at a time on a TPU, a multiple of 16.
       interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
-
-    Returns:
-      `out [total_q, N, value_dim]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32
-      `[total_q, N]`. Empty rows and rows past the last sequence have the values that
-      `impls.paged.attention.attention` states.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.

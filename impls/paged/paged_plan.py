@@ -1,8 +1,8 @@
-"""Static plan and arrays of a paged call, the keys that its queries see, and its logits. All back ends use them.
+"""Static plan, arrays and query tiles of a paged call, which keys its queries see, and its logits.
 
-Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position` and, with a window,
-`j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive keys, and consecutive
-queries together see one run too.
+All back ends use them. Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position`
+and, with a window, `j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive
+keys, and consecutive queries together see one run too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     num_seqs: Int32[Array, "1"]
     k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
     v_scales: Float32[Array, "pages page_size K"] | None = None
-    page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_scales`)
+    page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_copies`)
 
 
 def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
@@ -84,3 +84,40 @@ def compute_logits(
         return products * of_keys(jnp.float32(plan.scale / unit))  # scaled logits, equation (1)
     bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
     return jnp.float32(plan.soft_cap / unit) * bent  # logits with soft cap, equations (1) and (2)
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of queries: the queries of each sequence, `block_q` at a time, one sequence after the other; int32.
+
+    The lists have the maximal length for the shapes, and only the first `total` tiles are computed. So the work grows
+    with the actual queries, not with `max_seqs`. They are built on the device from tables that may differ in every
+    call.
+    """
+
+    total: Int32[Array, ""]  # number of tiles
+    sequence: Int32[Array, " L"]  # sequence of the tile
+    row: Int32[Array, " L"]  # index of the tile's first query in `q`
+    queries: Int32[Array, " L"]  # number of the tile's queries
+    position: Int32[Array, " L"]  # position of the tile's first query in its sequence
+
+
+def build_tiles(operands: Operands, block_q: int) -> QueryTiles:
+    """Build the tiles of a call. Table entries past the last sequence may be any integers."""
+    most = len(operands.kv_lens)
+    number_of = jnp.arange(most, dtype=jnp.int32)
+    q_lens = jnp.where(number_of < operands.num_seqs[0], jnp.diff(operands.cu_q_lens), 0)
+    tiles = (q_lens + (block_q - 1)) // block_q
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    longest = min(-(-len(operands.q) // block_q) + most, len(operands.q))  # each tile has a query
+    number = jnp.arange(longest, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right", method="scan_unrolled"), most - 1).astype(
+        jnp.int32
+    )
+    inside = (number - (ends - tiles)[sequence]) * block_q
+    return QueryTiles(
+        total=ends[-1],
+        sequence=sequence,
+        row=operands.cu_q_lens[sequence] + inside,
+        queries=jnp.minimum(q_lens[sequence] - inside, block_q),
+        position=(operands.kv_lens - q_lens)[sequence] + inside,
+    )

@@ -1,17 +1,11 @@
 """Paged attention in plain JAX: a loop over tiles of queries, and for each a loop over the blocks of pages it sees.
 
-    (1)  x_ij = scale <q_i, k_j>
-    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
-
-`max`, `sum` and `out` of a `Part` are m, l and the sum of (6), kept for the keys so far. A block that raises m
+It computes equations (1) to (6) of `impls/__init__.py`. `max`, `sum` and `out` of a `Part` are m, l and the sum of (6),
+kept for the keys so far. A block that raises m
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 
-Both loops are as long as the tables require (`impls.paged.query_tiles`). At most one block of pages is gathered from
+Both loops are as long as the tables require (`impls.paged.paged_plan`). At most one block of pages is gathered from
 the cache at a time. The page table is that of Kwon et al. 2023, arXiv:2309.06180.
 """
 
@@ -24,9 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_block_range
-from impls.paged.query_tiles import QueryTiles, build_tiles
-from impls.ragged.ragged_plan import replace_neg_inf
+from impls.block_arithmetic import multiply, replace_neg_inf
+from impls.paged.paged_plan import (
+    Operands,
+    PagedPlan,
+    QueryTiles,
+    build_tiles,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+)
 from impls.softmax_merge import Part
 
 
@@ -95,14 +96,14 @@ def _add_block(
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
     sees = compute_allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
-    z = compute_logits(plan, _multiply("krh,skh->krs", q, k))  # logits with soft cap, equations (1) and (2)
+    z = compute_logits(plan, multiply("krh,skh->krs", q, k))  # logits with soft cap, equations (1) and (2)
     z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(sees.any(axis=0)[:, None, None], v, jnp.zeros_like(v))
     return Part(
-        out=old.out * decay + _multiply("krs,skv->krv", weights.astype(v.dtype), v),  # weighted sum of values, eq. (6)
+        out=old.out * decay + multiply("krs,skv->krv", weights.astype(v.dtype), v),  # weighted sum of values, eq. (6)
         max=top,
         sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
@@ -129,8 +130,3 @@ def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
     """Invert `_flatten_queries`: `[K, T * G, .]` to `[T, N, .]`."""
     split = x.reshape(x.shape[0], queries, -1, x.shape[-1])
     return split.swapaxes(0, 1).reshape(queries, -1, x.shape[-1])
-
-
-def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -35,17 +35,9 @@ def attention_with_update(
 ) -> Any:
     """Write new keys and values into pages, then attend to them and to what was there (docs/contract.md, section 8).
 
+    The operands are those of calls that write pages (docs/contract.md, section 8).
+
     Args:
-      q: queries `[total_q, N, H]`, one sequence after the other.
-      k: keys of the same tokens `[total_q, K, H]`. Tokens past the last sequence are not written.
-      v: their values `[total_q, K, V]`.
-      k_pages: keys `[pages, page_size, K, H]`.
-      v_pages: values `[pages, page_size, K, V]`.
-      kv_lens: int32 `[max_seqs]`, number of keys of each sequence, including the new ones.
-      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
-      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
-      save_residuals: also return `logsumexp` and `max_logits`.
       options: those of `impls.paged.attention.attention`.
 
     Returns:

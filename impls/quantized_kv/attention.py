@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,42 @@ from impls.contract.implementation import validate_mask, validate_operands
 from impls.dot_product.attention import attend, compute_allowed_pairs
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import widen_int4
+
+Kind = Literal["int8", "int4", "fp8"]
+_DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+_MAX_VALUES = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+
+
+def quantize(
+    x: Float[Array, "B S K D"], kind: Kind, scales: Float[Array, "..."] | None = None
+) -> tuple[Shaped[Array, "B S K D"], Float32[Array, "..."]]:
+    """Quantise keys or values to few bits, `round(x / scale)`.
+
+    Args:
+      x: keys or values `[B, S, K, D]`.
+      kind: int8 and int4 keep `|x - stored * scale| <= scale / 2`; fp8 is float8_e4m3fn, with 4 significant bits.
+      scales: f32, broadcastable to `[B, S, K]`, from a calibration; larger values are clipped. By default one per token
+        and head, `max |x| / 127` (7 for int4, 448 for fp8).
+
+    Returns:
+      The stored numbers `[B, S, K, D]`, and the scales.
+
+    Raises:
+      ValueError: x does not have four axes, or `kind` is unknown.
+    """
+    if kind not in _DTYPES:
+        raise ValueError(f"kind must be one of {', '.join(_DTYPES)}, got {kind!r}")
+    if x.ndim != 4:
+        raise ValueError(f"x must have 4 axes, [batch, length, heads, depth], got shape {x.shape}")
+    x = x.astype(jnp.float32)
+    if scales is None:
+        peak = jnp.abs(x).max(axis=-1)
+        scales = jnp.where(peak == 0, 1.0, peak / _MAX_VALUES[kind])
+    scaled = x / scales[..., None]
+    if kind != "fp8":
+        scaled = jnp.round(scaled)
+    return jnp.clip(scaled, -_MAX_VALUES[kind], _MAX_VALUES[kind]).astype(_DTYPES[kind]), scales
+
 
 Scales = tuple[Float32[Array, "#B #S K"], Float32[Array, "#B #S K"]]
 
@@ -38,16 +74,13 @@ def attention(
     Scales are factored out of both products, `<q, k_j> k_scale_j` and `sum_j (p_j v_scale_j) v_j`. So the products
     multiply the stored numbers in f32. This is possible because the scales are constant along the depth.
 
+    The operands and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`.
       k: stored keys `[B, S, K, H]`, int8, int4 or float8_e4m3fn.
       v: stored values `[B, S, K, V]`, of one of these dtypes too.
       kv_scales: scales of k and of v, f32 `[B or 1, S or 1, K]`: per token, or per head.
-      mask, segment_ids, soft_cap, sinks, bias, scale, save_residuals: as in `impls.dot_product.attention`.
       dequantize: multiply k and v by their scales first, and round them to q's dtype.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand is invalid; the message names it.

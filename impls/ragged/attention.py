@@ -15,9 +15,9 @@ from cases.masks import Full, Mask
 from impls import softmax_merge
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
-from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
-from impls.mosaic_decode.decode_shape import TILE_KEYS
+from impls.pallas_gpu.mosaic_decode import TILE_KEYS
+from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.ragged import ragged_gpu, ragged_mosaic, ragged_portable, ragged_tpu
 from impls.ragged.ragged_plan import Operands, RaggedPlan, flatten_queries, lower_lengths, restore_queries
 from impls.softmax_merge import Part
@@ -81,19 +81,15 @@ def compute_parts(
     Query token `t` of batch row `b` is at position `positions[b] + t`, and sees key `j` if `j < lengths[b]` and `mask`
     allows it at that position.
 
+    Other operands are those of the contract (docs/contract.md, section 1); there are no segment ids and no bias.
+
     Args:
       q: queries `[B, T, N, H]`, T of 1 or a few: draft tokens, or a chunk of a prompt.
-      k: keys `[B, S, K, H]`, `N % K == 0`. Keys at `lengths[b]` and beyond are never read.
-      v: values `[B, S, K, V]`.
       mask: Causal, Window, Chunked, Lengths, Full and their conjunctions; OwnWindow with Lengths.
       lengths: int32 `[B]`, number of keys that exist, 0 to S; by default S. If traced, it is clipped to 0 to S.
       positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
         the position. For a window that moves with each sequence, pass `lengths - T`; an OwnWindow mask implies it.
-      segment_ids: not supported.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, an additional logit in the sum of each query head; give them to only one of the parts of a merge.
-      bias: not supported.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
         which no chip has measured.
       block_kv: keys per block, by default `DEFAULT_BLOCKS`; always 64 with `"mosaic"`.
@@ -160,27 +156,7 @@ def attention(
 ) -> Any:
     """Compute softmax attention of a few query tokens over a padded cache: `compute_parts`, normalised.
 
-    Args:
-      q: as for `compute_parts`.
-      k: as for `compute_parts`.
-      v: as for `compute_parts`.
-      mask: as for `compute_parts`.
-      lengths: as for `compute_parts`.
-      positions: as for `compute_parts`.
-      segment_ids: not supported.
-      soft_cap: as for `compute_parts`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: not supported.
-      scale: as for `compute_parts`.
-      save_residuals: also return `logsumexp` and `max_logits`.
-      backend: as for `compute_parts`.
-      block_kv: as for `compute_parts`.
-      num_splits: as for `compute_parts`.
-      interpret: as for `compute_parts`.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`. A query
-      that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
+    Arguments and exceptions are those of `compute_parts`, results those of the contract (docs/contract.md, section 1).
 
     Raises:
       ValueError: as for `compute_parts`.

@@ -13,8 +13,8 @@ from cases.case import Case
 from cases.masks import Mask
 from impls import softmax_merge
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
-from impls.flash_gpu.pallas_backends import NO_HOPPER, find_device_limit
 from impls.jax_compat import get_device_kind, runs_on
+from impls.pallas_gpu.mosaic_tiles import NO_HOPPER, find_device_limit
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED, Backend, attention, compute_parts
 from impls.ragged.ragged_mosaic import find_cache_limit

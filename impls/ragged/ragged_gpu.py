@@ -4,13 +4,7 @@ One query token has too few rows to fill a GPU, but a long cache has enough keys
 "Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares of a sequence are
 equal whatever its length is, and a program without a share ends at once. The cache is read in place, `[B, S, K, .]`.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, a program computes over the keys of its split,
-without sink and without division:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+A program computes equations (1) to (6) of `impls/__init__.py` over the keys of its split, without sink and division.
 """
 
 from __future__ import annotations
@@ -24,26 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.block_sizes import round_up_to_tile
-from impls.flash_gpu.exponentials import compute_exp
-from impls.flash_gpu.flash_gpu_arrays import make_shape
-from impls.flash_gpu.triton.triton_tiles import (
+from impls.block_arithmetic import compute_exp, make_shape, multiply_tiles, replace_neg_inf
+from impls.jax_compat import Scalar, build_triton_call
+from impls.pallas_gpu.triton_tiles import (
     compute_positions,
     find_seen_keys,
     load_rows,
+    round_up_to_tile,
     store_rows,
     store_values,
     zero_hidden_rows,
 )
-from impls.jax_compat import Scalar, build_triton_call
-from impls.ragged.ragged_plan import (
-    Operands,
-    RaggedPlan,
-    compute_allowed,
-    compute_logits,
-    find_block_range,
-    replace_neg_inf,
-)
+from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_block_range
 from impls.softmax_merge import Part, merge_axis
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -166,22 +152,24 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     share = lax.div(count + jnp.int32(launch.splits - 1), jnp.int32(launch.splits))
     begin, end = split * share, jnp.minimum((split + 1) * share, count)
     start = row_tile * tile
-    q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
+    q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)  # [tile, H]
     # Padding rows see the same keys as the last query. So they see no key that all real queries ignore.
     t = jnp.minimum(lax.div(compute_positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
-    i = (position + t)[:, None]
+    i = (position + t)[:, None]  # [tile, 1]
 
     def visit(number: Scalar, old: Part) -> Part:
         kv_start = (first + number) * launch.block
-        k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
-        v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
-        found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, compute_logits(plan, _multiply(q, k, 1)), -jnp.inf)  # masked logits, equations (1) to (3)
+        k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)  # [block, H]
+        v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)  # [block, V]
+        found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])  # [tile, block]
+        z = jnp.where(
+            found, compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
+        )  # masked logits, equations (1) to (3)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         shift = replace_neg_inf(top)
         weights, decay = compute_exp(z - shift[:, None]), compute_exp(old.max - shift)
         # Values that no query sees may be NaN, and 0 * NaN is not 0.
-        out = _multiply(weights.astype(v.dtype), zero_hidden_rows(v, find_seen_keys(found)), 0)
+        out = multiply_tiles(weights.astype(v.dtype), zero_hidden_rows(v, find_seen_keys(found)), (1, 0))
         return Part(
             out=old.out * decay[:, None] + out,  # weighted sum of values, equation (6)
             max=top,
@@ -197,10 +185,3 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["out"], start, part.out, launch.rows, launch.v_depth)
     store_values(outputs["max"], start, part.max, launch.rows)
     store_values(outputs["sum"], start, part.sum, launch.rows)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Decode attention over a padded cache for Hopper: the Mosaic GPU kernel of `impls.mosaic_decode`.
+"""Decode attention over a padded cache for Hopper: the Mosaic GPU kernel of `impls.pallas_gpu.mosaic_decode`.
 
 A padded cache is a cache in pages: the pages of a sequence are consecutive. So the kernel reads it in place. As in
 `impls.ragged.ragged_gpu`, the keys of a sequence are split over programs, and their parts are merged at the end.
@@ -12,17 +12,19 @@ import math
 import jax
 import jax.numpy as jnp
 
-from impls.flash_gpu.mosaic.mosaic_shape import ROWS, round_up
 from impls.jax_compat import Interpret, count_multiprocessors
-from impls.mosaic_decode.decode_shape import (
+from impls.pallas_gpu.mosaic_decode import (
     MIN_PAGE_ROWS,
     TILE_KEYS,
     DecodeShape,
+    Shares,
+    VisibleKeys,
+    attend_to_shares,
     count_slots,
     find_decode_limit,
     find_shape_limit,
 )
-from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
+from impls.pallas_gpu.mosaic_tiles import ROWS, round_up
 from impls.ragged.ragged_plan import Operands, RaggedPlan, find_block_range, find_key_range
 from impls.softmax_merge import Part, merge_axis
 

@@ -1,8 +1,5 @@
 """Static plan and arrays of a decode call, the keys that its queries see, and its logits. All back ends use them.
 
-    (1)  x_ij = scale <q_i, k_j>
-    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
-
 Inside the back ends, query heads are rows. The `R = T * G` rows of a key/value head are its group's heads for each
 query token, `row = t * G + g`. Query head `n = k * G + g` reads key/value head `k`.
 """
@@ -149,8 +146,3 @@ def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> 
         return products * jnp.float32(plan.scale / unit)  # scaled logits, equation (1)
     x = products * jnp.float32(plan.scale)  # scaled logits, equation (1)
     return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # soft cap, equation (2)
-
-
-def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)

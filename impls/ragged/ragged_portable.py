@@ -1,12 +1,6 @@
 """Decode attention in plain JAX: a loop over key blocks up to the end of the longest sequence.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, it computes a part. `impls.softmax_merge` adds
-the sink and divides:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+It computes a part: equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds the sink and divides.
 
 `max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).
@@ -19,19 +13,12 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from impls.block_arithmetic import multiply, replace_neg_inf
 from impls.jax_compat import Scalar
-from impls.ragged.ragged_plan import (
-    Operands,
-    RaggedPlan,
-    compute_allowed,
-    compute_logits,
-    find_block_range,
-    replace_neg_inf,
-)
+from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_block_range
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -57,25 +44,20 @@ def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Scalar,
     """Update the online softmax with one more block of keys."""
     # The last block starts early enough to be whole. Its keys that the block before has already counted are masked.
     start = jnp.minimum(number * block, plan.kv_length - block)
-    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))  # [B, block, K, .]
     j = start + jnp.arange(block, dtype=jnp.int32)
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
     found = compute_allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = compute_logits(plan, _multiply("bkrh,bskh->bkrs", operands.q, k))  # logits with soft cap, equations (1) and (2)
+    z = compute_logits(plan, multiply("bkrh,bskh->bkrs", operands.q, k))  # logits with soft cap, equations (1) and (2)
     z = jnp.where(found[:, None], z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
-    out = _multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    out = multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(
         out=old.out * decay + out,  # weighted sum of values, equation (6)
         max=top,
         sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
-
-
-def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

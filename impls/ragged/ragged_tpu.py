@@ -1,12 +1,6 @@
 """Decode attention for TPUs in Pallas: one grid step for each block with a visible key.
 
-From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, the kernel computes a part.
-`impls.softmax_merge` adds the sink and divides:
-
-    (3)  z_ij = -inf, where i may not attend to j
-    (4)  m_i = max_j z_ij
-    (5)  l_i = sum_j exp(z_ij - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+The kernel computes a part, equations (1) to (6) of `impls/__init__.py`. `impls.softmax_merge` adds sink and division.
 
 m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM during all steps of a
 sequence. As in `impls.splash_tpu.forward`, z and m are in units of log 2, l is kept separately for each lane until the
@@ -14,7 +8,7 @@ end, and m begins finite. No mask is applied where every query sees the whole bl
 keys take 673 cycles for one query on v5e and 859 on 7x; without it, 1,011 and 1,001. Eight queries take 929 and 1,115
 (compiler's schedule, libtpu 0.0.42.1, depth 128, bf16, eight query heads per key/value head).
 
-The steps (`impls.ragged.ragged_schedule`) are prefetched to scalar memory, and the grid is as long as they are. The
+The steps (`RaggedSteps`) are prefetched to scalar memory, and the grid is as long as they are. The
 blocks of all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of
 this sequence is computed.
 
@@ -26,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +28,58 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.block_arithmetic import LN_2, make_shape, multiply_tiles
 from impls.jax_compat import Interpret, Ref, Scalar, count_tpu_cores
-from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_key_range
-from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, repeat_lanes, sum_by_lane
+from impls.ragged.ragged_plan import (
+    Operands,
+    RaggedPlan,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+    find_key_range,
+)
 from impls.softmax_merge import Part
-from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
+
+
+class RaggedSteps(NamedTuple):
+    """Grid steps of maximal length, of which the first `total` are run, and blocks per batch row; int32.
+
+    There is a step for each block with a key of a sequence, one sequence after the other. A sequence without keys has
+    one step, which writes an empty part. That step points to the block that is in VMEM already, so it fetches nothing.
+    The lists are built on the device from the lengths, which may differ in every call.
+    """
+
+    total: jax.Array  # [], number of steps
+    row: jax.Array  # [L], batch row
+    kv_row: jax.Array  # [L], batch row of the block in VMEM
+    kv_block: jax.Array  # [L], index of that block in its row
+    blocks: jax.Array  # [B], number of blocks with a visible key
+
+
+def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> RaggedSteps:
+    """Build the steps for `lengths` and `positions` `[B]`."""
+    batch = lengths.shape[0]
+    first, count = find_block_range(plan, lengths, positions, block)
+    ends = jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32)
+    longest = batch * max(1, -(-plan.kv_length // block))
+    number = jnp.arange(longest, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), batch - 1).astype(jnp.int32)
+    inside = number - (ends[row] - jnp.maximum(count[row], 1))
+    computes = (inside < count[row]) & (number < ends[-1])
+    # A step without keys points to the block that the step before fetched, or to the first block of all.
+    latest = lax.cummax(jnp.where(computes, number, -1))
+    held = jnp.where(latest < 0, jnp.argmax(computes).astype(jnp.int32), latest)
+    some = computes.any()
+    return RaggedSteps(
+        total=ends[-1],
+        row=row,
+        kv_row=jnp.where(some, row[held], 0),
+        kv_block=jnp.where(some, (first[row] + inside)[held], 0),
+        blocks=count,
+    )
+
 
 LANES = 128
 SUBLANES = 8
@@ -96,7 +136,9 @@ def attend(
     found = Part(
         *pl.pallas_call(
             functools.partial(_kernel, plan),
-            out_shape=mark_shapes_varying([_make_f32_shape((batch, num_kv_heads, rows, width)) for width in widths], q),
+            out_shape=mark_shapes_varying(
+                [make_shape((batch, num_kv_heads, rows, width), jnp.float32) for width in widths], q
+            ),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(num_kv_heads // heads, steps.total),
@@ -111,7 +153,7 @@ def attend(
     top = found.max[:, :, :given, :1]
     return Part(
         out=found.out[:, :, :given],
-        max=jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LOG_2)),
+        max=jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LN_2)),
         sum=found.sum[:, :, :given].sum(axis=-1, keepdims=True),
     )
 
@@ -209,33 +251,15 @@ def _add_heads(
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
     every = range(heads)
-    products = [_multiply(q_ref[head], k_ref[head], 1) for head in every]  # [rows, block]
-    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # logits with soft cap, equations (1) and (2)
-    before = [kept.max[head] for head in every]
+    products = [multiply_tiles(q_ref[head], k_ref[head], (1, 1)) for head in every]  # [rows, block]
+    z = [masked(compute_logits(plan, x, LN_2)) for x in products]  # logits with soft cap, equations (1) and (2)
+    before = [kept.max[head] for head in every]  # [rows, LANES]
     top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # maximum (4)
-    weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
+    weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]  # [rows, block]
     decay = [jnp.exp2(old - m) for old, m in zip(before, top, strict=True)]
-    values = [alive(v_ref[head]) for head in every]
-    added = [_multiply(p.astype(v.dtype), v, 0) for p, v in zip(weights, values, strict=True)]
+    values = [alive(v_ref[head]) for head in every]  # [block, V]
+    added = [multiply_tiles(p.astype(v.dtype), v, (1, 0)) for p, v in zip(weights, values, strict=True)]
     for head in every:
         kept.max[head] = top[head]
-        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # sum of weights, equation (5)
+        kept.sum[head] = kept.sum[head] * decay[head] + sum_by_lane(weights[head])  # sum of weights, equation (5)
         kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # out (6)
-
-
-def _sum_by_lane(weights: jax.Array) -> jax.Array:
-    """Sum over the keys by lane, `[rows, LANES]`; keys that do not fill a register are summed into the first lane."""
-    if weights.shape[1] % LANES == 0:
-        return sum_by_lane(weights)
-    first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
-    return jnp.where(first, weights.sum(axis=-1, keepdims=True), 0.0)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

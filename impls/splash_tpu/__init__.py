@@ -22,10 +22,10 @@ TPU the same cases run on the chip: `pytest -k tpu`. Properties that only a chip
 """
 
 from impls.splash_tpu.attention import attention
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts
 from impls.splash_tpu.implementation import IMPLEMENTATIONS, build_implementation, build_packed_implementation
 from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
 from impls.splash_tpu.splash_packed import packed_attention
+from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Layouts
 
 __all__ = [
     "IMPLEMENTATIONS",

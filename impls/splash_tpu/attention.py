@@ -13,11 +13,9 @@ from cases.masks import Full, Indexer, Mask, iter_leaves
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import Interpret
-from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
-from impls.splash_tpu.splash_plan import Precision
+from impls.splash_tpu.splash_plan import BlockSizes, Depths, Layouts, Precision
 from impls.splash_tpu.splash_tuning import look_up
-from impls.splash_tpu.vmem import Depths
 
 UNSUPPORTED = {
     "bias": "takes no bias",
@@ -51,25 +49,15 @@ def attention(
     `"splash_residuals"` for `jax.checkpoint` policies. A query that may attend to nothing gets `out = 0`,
     `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
 
+    Operands in bf16 or f32 and results are those of the contract (docs/contract.md, section 1).
+
     Args:
-      q: queries `[B, T, N, H]`, bf16 or f32.
-      k: keys `[B, S, K, H]`, `N % K == 0`.
-      v: values `[B, S, K, V]`.
       mask: which pairs may attend. An `Indexer` may be traced.
-      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
-      bias: not supported.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: block sizes of each phase, by default those of the table for the target chip
         (`splash_tuning.look_up`). If their `fused_backward` is None, the table decides that too.
       layouts: which axis of q, k and v is innermost in memory.
       precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
       interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
-
-    Returns:
-      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       NotImplementedError: there is a bias, or operands are float16.

@@ -10,7 +10,7 @@ From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the
     (14) dq_i = scale sum_j dx_ij k_j, if fused
     (15) dk_j = scale sum_i dx_ij q_i
 
-`D - dlse` comes from `impls.splash_tpu.splash_passes` as `row_sums`. Where a pair may not attend, p and dx are set to
+`D - dlse` comes from `impls.splash_tpu.splash_kernel` as `row_sums`. Where a pair may not attend, p and dx are set to
 0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are rows. The query heads that
 share a key/value head add to the same scratch.
 
@@ -30,18 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Scalar
-from impls.splash_tpu.block_sizes import LANES
-from impls.splash_tpu.diagonal_bands import BlockPart
+from impls.pallas_tpu.tpu_tiles import LANES, make_column
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, Steps
 from impls.splash_tpu.splash_tiles import (
     MaskInputs,
     Step,
     add_block,
     compute_allowed,
     compute_logits,
-    make_column,
     multiply,
     read_tile,
     when,
@@ -84,8 +82,8 @@ def _kernel(call: KernelCall, step: Step, q_offset: Any, inputs: Inputs, outputs
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)
-    scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)
+    scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)  # [block_kv, H]
+    scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)  # [block_kv, V]
     if scratch.num_added is not None:
         scratch.num_added[0] = 0
     if scratch.kv_ids is not None:
@@ -106,12 +104,12 @@ def _add(
         _start_fetch(call, masking.step, outputs, scratch)
     for part in parts:
         rows, dq = part.rows, None
-        q, q_depth = read_tile(inputs.q, layouts.q, rows.start, part.size)
-        do = inputs.do[rows, :]
+        q, q_depth = read_tile(inputs.q, layouts.q, rows.start, part.size)  # [rows, H], or [H, rows]
+        do = inputs.do[rows, :]  # [rows, V]
         for keys in part.keys:
             own = slice(keys.start, keys.start + keys.size)
-            k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
-            v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
+            k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)  # [keys, H], or [H, keys]
+            v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)  # [keys, V], or [V, keys]
             logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # z (1), (2): [keys, rows]
             found = compute_allowed(call, masking, rows, keys)
             p = jnp.exp(logits - inputs.logsumexp[:, rows])  # probabilities, equation (8)
@@ -123,7 +121,7 @@ def _add(
                 dx = dx * slope  # dx, equation (13)
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
-            dx = dx.astype(q.dtype)
+            dx = dx.astype(q.dtype)  # [keys, rows]
             scratch.dk[own, :] += multiply(call, dx, 1, q, 1 - q_depth)  # dk, equation (15), not yet scaled
             if call.fused:  # dq, equation (14), not yet scaled
                 added = multiply(call, dx, 0, zero_unseen_keys(call, k, found, layouts.k), 1 - k_depth)

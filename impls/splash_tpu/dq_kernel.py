@@ -9,7 +9,7 @@ z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
     (14) dq_i = scale sum_j dx_ij k_j
 
-`D - dlse` comes from `impls.splash_tpu.splash_passes`, as `row_sums`. Where a pair may not attend, dx is set to 0.
+`D - dlse` comes from `impls.splash_tpu.splash_kernel`, as `row_sums`. Where a pair may not attend, dx is set to 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.splash_tpu.block_sizes import LANES
-from impls.splash_tpu.diagonal_bands import BlockPart
+from impls.pallas_tpu.tpu_tiles import LANES, make_column, repeat_lanes
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, Steps
 from impls.splash_tpu.splash_tiles import (
     MaskInputs,
     Step,
@@ -32,10 +31,8 @@ from impls.splash_tpu.splash_tiles import (
     compute_allowed,
     compute_logits,
     load_query_columns,
-    make_column,
     multiply,
     read_tile,
-    repeat_lanes,
     when,
     zero_unseen_keys,
 )
@@ -81,8 +78,8 @@ def _kernel(call: KernelCall, step: Step, q_offset: Any, inputs: Inputs, outputs
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    scratch.dq[...] = jnp.zeros(scratch.dq.shape, jnp.float32)
-    scratch.logsumexp[...] = make_column(inputs.logsumexp[...])
+    scratch.dq[...] = jnp.zeros(scratch.dq.shape, jnp.float32)  # [block_q, H]
+    scratch.logsumexp[...] = make_column(inputs.logsumexp[...])  # [1, block_q] to [block_q, 128]
     scratch.row_sums[...] = make_column(inputs.row_sums[...])
     load_query_columns(inputs, scratch)
 
@@ -92,18 +89,18 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
     layouts = call.plan.layouts
     for part in parts:
         rows = part.rows
-        q, q_depth = read_tile(inputs.q, layouts.q, rows.start, part.size)
-        do = inputs.do[rows, :]
+        q, q_depth = read_tile(inputs.q, layouts.q, rows.start, part.size)  # [rows, H], or [H, rows]
+        do = inputs.do[rows, :]  # [rows, V]
         for keys in part.keys:
-            k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
-            v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
+            k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)  # [keys, H], or [H, keys]
+            v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)  # [keys, V], or [V, keys]
             logits, slope = compute_logits(call, multiply(call, q, q_depth, k, k_depth))  # z (1), (2): [rows, keys]
             found = compute_allowed(call, masking, rows, keys)
             p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # probabilities, equation (8)
             # dp and dz, equations (10) and (12)
             dx = p * (multiply(call, do, 1, v, v_depth) - repeat_lanes(scratch.row_sums[rows, :], keys.size))
             if slope is not None:
-                dx = dx * slope  # dx, equation (13)
+                dx = dx * slope  # dx, equation (13)  # [rows, keys]
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
             k = zero_unseen_keys(call, k, found, layouts.k)

@@ -24,7 +24,7 @@ keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cy
   softmax of the previous one. The visible part of a 1024 by 1024 block under a window of 1024 keys takes 2,826 cycles
   in parts of 256 on v5e and 2,004 in parts of 512 on v6e; without, 3,612 and 2,362.
 - Longer blocks overlap more products with exponentials. Hidden parts of long masked blocks are skipped
-  (`impls.splash_tpu.diagonal_bands`).
+  (`impls.splash_tpu.splash_schedule`).
 - A row is extracted as the diagonal of a tile, since a transpose occupies the unit that moves lanes. The end of a block
   of 1024 queries takes 1,017 cycles on v5e; with a transpose, 1,470.
 
@@ -44,14 +44,12 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.splash_tpu.block_sizes import LANES
-from impls.splash_tpu.diagonal_bands import BlockPart, KeySpan
+from impls.block_arithmetic import LN_2
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, LANES, repeat_lanes, sum_by_lane
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
 from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import Steps
+from impls.splash_tpu.splash_schedule import BlockPart, KeySpan, Steps
 from impls.splash_tpu.splash_tiles import (
-    EMPTY_MAXIMUM,
-    LOG_2,
     MaskInputs,
     Step,
     add_block,
@@ -60,8 +58,6 @@ from impls.splash_tpu.splash_tiles import (
     load_query_columns,
     multiply,
     read_tile,
-    repeat_lanes,
-    sum_by_lane,
     when,
     zero_unseen_keys,
 )
@@ -121,8 +117,8 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
     def compute_products(at: int, keys: KeySpan) -> jax.Array:
         part = parts[at]
-        q, q_depth = read_tile(inputs.q, layouts.q, part.rows.start, part.size)
-        k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
+        q, q_depth = read_tile(inputs.q, layouts.q, part.rows.start, part.size)  # [rows, H], or [H, rows]
+        k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)  # [keys, H], or [H, keys]
         return multiply(call, q, q_depth, k, k_depth)  # [rows, keys]
 
     # Values, not references, between the steps: the compiler does not reorder stores and loads.
@@ -131,20 +127,20 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
     steps = [(at, keys) for one_round in rounds for at, keys in enumerate(one_round) if keys is not None]
     next_products = compute_products(*steps[0])
     for number, (at, keys) in enumerate(steps):
-        products, (maximum, total, acc) = next_products, softmax[at]
+        products, (maximum, total, acc) = next_products, softmax[at]  # [rows, keys]; [rows, 128] twice, [rows, V]
         if number + 1 < len(steps):
             next_products = compute_products(*steps[number + 1])
-        logits, _ = compute_logits(call, products, LOG_2)  # logits with soft cap, equations (1) and (2)
+        logits, _ = compute_logits(call, products, LN_2)  # logits with soft cap, equations (1) and (2)
         found = compute_allowed(call, masking, parts[at].rows, keys)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # hidden pairs get -inf, equation (3)
         before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # maximum, equation (4)
-        weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))
-        decay = jnp.exp2(before - maximum)
+        weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))  # [rows, keys]
+        decay = jnp.exp2(before - maximum)  # [rows, 128]
         total = total * decay + sum_by_lane(weights)  # sum of weights, equation (5)
-        v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
+        v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)  # [keys, V], or [V, keys]
         v = zero_unseen_keys(call, v, found, layouts.v)
-        added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
+        added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)  # [rows, V]
         acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # weighted sum of values, eq. (6), not yet divided
         softmax[at] = maximum, total, acc
     for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
@@ -154,12 +150,12 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
 def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     """Add the sink and normalise. Queries that attended to nothing get zeros."""
-    highest, acc = scratch.maximum[...], scratch.acc[...]
-    total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)
+    highest, acc = scratch.maximum[...], scratch.acc[...]  # [block_q, 128], [block_q, V]
+    total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)  # [block_q, 128]
     maximum = highest
     if inputs.sinks is not None:
         # The largest sinks would overflow here. They take all the weight, whatever they are.
-        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LOG_2), np.finfo(np.float32).max)
+        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LN_2), np.finfo(np.float32).max)
         maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
@@ -172,17 +168,17 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     row = functools.partial(
         _extract_row, lax.broadcasted_iota(jnp.int32, tile, 0) == lax.broadcasted_iota(jnp.int32, tile, 1)
     )
-    total, alone = row(total), maximum is highest
+    total, alone = row(total), maximum is highest  # [1, block_q], as the other rows below
     highest = row(highest)
     maximum = highest if alone else row(maximum)
     has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
+    logsumexp = maximum * jnp.float32(LN_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
     if inputs.sinks is not None:
         logsumexp = jnp.maximum(logsumexp, inputs.sinks[...][:, :1])  # exact for sinks that take all the weight
     outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
-        outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))
+        outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LN_2))
 
 
 def _extract_row(diagonal: jax.Array, x: jax.Array) -> jax.Array:

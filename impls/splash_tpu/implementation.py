@@ -8,9 +8,8 @@ from typing import Any
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import runs_on
 from impls.splash_tpu.attention import UNSUPPORTED, attention
-from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.splash_packed import packed_attention
-from impls.splash_tpu.splash_plan import Precision
+from impls.splash_tpu.splash_plan import BlockSizes, Layouts, Precision
 from impls.splash_tpu.splash_tuning import build_tunable
 
 # Small blocks, so that lengths of a few hundred have several. None: fused backward pass as in the table.

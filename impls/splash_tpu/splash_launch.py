@@ -14,11 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import Ref, Scalar
-from impls.splash_tpu.block_sizes import LANES, Layout
-from impls.splash_tpu.splash_plan import KernelCall
+from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, LANES, find_limit
+from impls.splash_tpu.splash_plan import Depths, KernelCall, Layout, check_vmem
 from impls.splash_tpu.splash_schedule import Steps
 from impls.splash_tpu.splash_tiles import Step, parse_flags
-from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, find_limit
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
 # Heads of different batch rows have separate results, so they may run in parallel. Steps, and the heads of a group, add

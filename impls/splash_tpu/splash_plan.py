@@ -3,15 +3,190 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from cases.masks import Mask
 from impls.jax_compat import Interpret
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts, round_up
-from impls.splash_tpu.splash_schedule import StepKinds
+from impls.pallas_tpu.tpu_tiles import LANES, VmemLimit, round_up
+
+_MAX_PARTS = 16
+
+Layout = Literal["head_dim_minor", "sequence_minor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """Which axis of q, k and v is innermost in memory: the head depth or the sequence.
+
+    If the depth is innermost and below 128, lanes of vector registers stay unused. With the sequence innermost, all
+    lanes are used.
+    """
+
+    q: Layout = "head_dim_minor"
+    k: Layout = "head_dim_minor"
+    v: Layout = "head_dim_minor"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) not in ("head_dim_minor", "sequence_minor"):
+                raise ValueError(f"layout of {field.name} must be head_dim_minor or sequence_minor, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Block sizes of one kernel: queries and keys of a block in VMEM, and keys computed at once.
+
+    All are multiples of 128. `kv_compute` divides `kv` and defaults to `kv`. A partially masked block is divided into
+    parts of `part` queries and keys; parts that the mask hides completely are skipped. Longer blocks overlap more
+    products with exponentials, and skipping parts keeps them from computing hidden positions. A part may be shorter
+    than `kv_compute` if its position is known when the kernel is built (`impls.splash_tpu.splash_schedule`).
+    """
+
+    q: int = 512
+    kv: int = 512
+    kv_compute: int | None = None
+    part: int = 512
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if value <= 0 or value % LANES:
+                raise ValueError(f"block size {field.name} must be a positive multiple of {LANES}, got {value}")
+        if self.kv % self.compute:
+            raise ValueError(f"block size kv_compute must divide kv = {self.kv}, got {self.compute}")
+
+    @property
+    def compute(self) -> int:
+        """Number of keys computed at once."""
+        return self.kv if self.kv_compute is None else self.kv_compute
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Queries and keys per part; the whole block if parts do not divide it or are more than the flag bits."""
+        q = self.part if self.q % self.part == 0 else self.q
+        kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
+        few = (self.q // q) * (self.kv // kv) <= _MAX_PARTS
+        return (q, kv) if few else (self.q, self.kv)
+
+    @property
+    def static_parts(self) -> tuple[int, int]:
+        """Queries and keys per part in blocks whose hidden positions are known at build time, which need no flags."""
+        q, kv = (self.part if length % self.part == 0 else length for length in (self.q, self.kv))
+        return q, kv if kv % self.compute == 0 or self.compute % kv == 0 else self.kv
+
+    def clip(self, q_length: int, kv_length: int) -> Blocks:
+        """Shorten blocks to the lengths, rounded up to whole lanes."""
+        q, kv = min(self.q, round_up(q_length, LANES)), min(self.kv, round_up(kv_length, LANES))
+        compute = self.compute if self.compute < kv and kv % self.compute == 0 else None
+        return Blocks(q, kv, compute, self.part)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Block sizes of each phase.
+
+    With `fused_backward` one kernel computes all gradients and `dq` is unused. In `impls.splash_tpu.attention`, None
+    lets the table decide (`impls.splash_tpu.splash_tuning`). Elsewhere None means False.
+    """
+
+    forward: Blocks = Blocks()
+    dkv: Blocks = Blocks()
+    dq: Blocks = Blocks()
+    fused_backward: bool | None = False
+
+    @classmethod
+    def uniform(
+        cls,
+        q: int,
+        kv: int,
+        kv_compute: int | None = None,
+        part: int = Blocks.part,
+        *,
+        fused_backward: bool | None = False,
+    ) -> BlockSizes:
+        """Build block sizes that are the same in every phase."""
+        blocks = Blocks(q, kv, kv_compute, part)
+        return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
+
+
+_CANDIDATE_SIZES = (4096, 2048, 1024, 512, 256, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """Head depths, and bytes per element of the operands."""
+
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+
+
+def estimate_vmem(
+    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False, ranged: bool = False
+) -> int:
+    """Estimate the VMEM of a kernel in bytes.
+
+    Operand and result blocks count twice, since the next ones are fetched while these are used. Scratch counts once,
+    and so do the values of a tile: three arrays `[q, kv_compute]` in f32.
+
+    Args:
+      phase: `"forward"`, `"dq"` or `"dkv"`.
+      blocks: block sizes of the phase.
+      depths: head depths of the operands.
+      stored_mask: whether mask blocks are fetched.
+      fused: whether the kernel of dk and dv also computes dq.
+      ranged: whether each query has a range of keys, which takes one column more than segment ids.
+    """
+    h, v = round_up(depths.head_dim, LANES), round_up(depths.head_dim_v, LANES)
+    q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
+    fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
+    columns = (4 if ranged else 3) * LANES
+    if phase == "forward":
+        fetched += blocks.q * v * depths.itemsize  # out
+        scratch = blocks.q * (v + columns) * f32
+    elif phase == "dq":
+        fetched += blocks.q * (v + h) * depths.itemsize  # d_out, dq
+        scratch = blocks.q * (h + columns) * f32
+    else:
+        fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # d_out; dk, dv
+        scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
+    return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
+
+
+def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
+    """Return the estimated VMEM in bytes, or raise `ValueError` if the blocks do not fit.
+
+    Args:
+      phase: as for `estimate_vmem`.
+      blocks: as for `estimate_vmem`.
+      depths: as for `estimate_vmem`.
+      limit: how much the kernel may use.
+      kind: `stored_mask`, `fused` and `ranged`, as for `estimate_vmem`.
+
+    Raises:
+      ValueError: the estimate is over the limit; the message says which sizes would fit.
+    """
+    need = estimate_vmem(phase, blocks, depths, **kind)
+    if need <= limit.bytes:
+        return need
+    sizes = [size for size in _CANDIDATE_SIZES if size <= max(blocks.q, blocks.kv)]
+    fitting = [
+        f"{q} x {kv}"
+        for q, kv in itertools.product(sizes, sizes)
+        if estimate_vmem(phase, Blocks(q, kv), depths, **kind) <= limit.bytes
+    ]
+    remedy = f"these would fit (q x kv): {', '.join(fitting[:4])}" if fitting else "no block size would fit"
+    raise ValueError(
+        f"block sizes of the {phase} kernel, q {blocks.q}, kv {blocks.kv}, kv_compute {blocks.compute}, take about "
+        f"{need / 2**20:.1f} MiB of VMEM at head_dim {depths.head_dim} and {depths.head_dim_v}, over the limit of "
+        f"{limit.bytes / 2**20:.1f} MiB ({limit.of}); {remedy}"
+    )
+
 
 Precision = Literal["exact", "bf16"]
 Phase = Literal["forward", "dq", "dkv"]
@@ -129,12 +304,6 @@ class KernelCall:
         return round_up(self.plan.kv_length, self.blocks.kv)
 
     @property
-    def precision(self) -> jax.lax.Precision:
-        """Precision of products; only products of f32 operands depend on it."""
-        exact = self.plan.precision == "exact" and self.dtype == jnp.float32
-        return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-
-    @property
     def fused(self) -> bool:
         """Whether the kernel of dk and dv also computes dq."""
         return bool(self.plan.block_sizes.fused_backward) and self.phase == "dkv"
@@ -154,3 +323,26 @@ def build_call(phase: Phase, plan: SplashPlan, operands: Operands) -> KernelCall
         ranged=operands.low is not None,
         scale=head_dim**-0.5 if plan.scale is None else plan.scale,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKinds:
+    """Kinds of steps that occur in the lists. A kernel has code for no other kind.
+
+    Attributes:
+      full: whether there are pairs of blocks without a hidden position.
+      masked: whether there are partially hidden pairs of blocks.
+      empty: whether there are steps that compute nothing.
+      stored: whether masked blocks are stored.
+      parts: whether some parts of masked blocks are completely hidden.
+      dead: whether there may be keys that no query may attend to; their k and v may be NaN.
+      diagonals: diagonals that the kernel has specialised code for (`Band`).
+    """
+
+    full: bool
+    masked: bool
+    empty: bool
+    stored: bool
+    parts: bool
+    dead: bool
+    diagonals: tuple[int, ...] = ()

@@ -7,21 +7,25 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float32, Shaped
 
+from impls.block_arithmetic import multiply_tiles
 from impls.jax_compat import Ref, Scalar
-from impls.splash_tpu.block_sizes import LANES, Layout
-from impls.splash_tpu.diagonal_bands import (
+from impls.pallas_tpu.tpu_tiles import make_column, repeat_lanes
+from impls.splash_tpu.splash_plan import KernelCall, Layout
+from impls.splash_tpu.splash_schedule import (
+    COMPUTE,
+    FIRST,
+    LAST,
+    MASKED,
+    PART,
     BlockPart,
     KeySpan,
     compute_allowed_in_band,
@@ -30,12 +34,6 @@ from impls.splash_tpu.diagonal_bands import (
     iter_parts,
     split_whole_block,
 )
-from impls.splash_tpu.splash_plan import KernelCall
-from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART
-
-LOG_2 = math.log(2)
-EMPTY_MAXIMUM = float(np.finfo(np.float32).min)
-"""Initial maximum, over no logits. It is finite, so that `exp(-inf - maximum)` is 0 and not NaN, without a test."""
 
 
 class Step(NamedTuple):
@@ -126,18 +124,9 @@ def read_tile(ref: Ref, layout: Layout, start: int = 0, size: int | None = None)
 
 
 def multiply(call: KernelCall, a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
-    """Multiply two tiles, contracting one axis of each, in f32."""
-    if call.plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
-        # Same result: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
-    )
-
-
-def make_column(row: Shaped[Array, "1 n"]) -> Shaped[Array, "n 128"]:
-    """Turn a row `[1, n]` into a column `[n, 128]`, the same in every lane."""
-    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+    """Multiply two tiles in f32, contracting one axis of each, as precisely as the call says."""
+    exact = call.plan.precision == "exact"
+    return multiply_tiles(a, b, (a_axis, b_axis), exact=exact, widen=bool(call.plan.interpret))
 
 
 def load_query_columns(inputs: Any, scratch: Any) -> None:
@@ -145,20 +134,6 @@ def load_query_columns(inputs: Any, scratch: Any) -> None:
     for name in ("q_ids", "low", "high"):
         if (columns := getattr(scratch, name)) is not None:
             columns[...] = make_column(getattr(inputs, name)[...])
-
-
-def repeat_lanes(x: Shaped[Array, "n 128"], lanes: int) -> Shaped[Array, "n {lanes}"]:
-    """Repeat `[n, 128]`, the same in every lane, to `[n, lanes]` by reusing registers.
-
-    Broadcasting `x[:, :1]` would permute the lanes of every register. In the compiler's schedule of a full 512 by 512
-    block of the forward kernel on v5e this takes 1,309 cycles; with broadcasting, 2,374.
-    """
-    return jnp.concatenate([x] * (-(-lanes // LANES)), axis=1)[:, :lanes]
-
-
-def sum_by_lane(x: Float32[Array, "n m"]) -> Float32[Array, "n 128"]:
-    """Sum every 128th column, giving `[n, 128]`. These are plain additions; a sum over lanes would move data."""
-    return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
 
 
 def compute_logits(call: KernelCall, products: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:

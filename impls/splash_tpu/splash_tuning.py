@@ -26,9 +26,9 @@ from impls.contract.tunable import (
     report_no_traffic,
 )
 from impls.jax_compat import get_device_kind
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes, round_up
+from impls.pallas_tpu.tpu_tiles import DEFAULT_SCOPED, find_limit, round_up
+from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths, estimate_vmem
 from impls.splash_tpu.splash_schedule import COMPUTE, build_static_steps
-from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, estimate_vmem, find_limit
 
 TABLE = Path(__file__).with_name("block_sizes.json")
 KERNEL_KNOBS = ("forward", "dq", "dkv", "fused")

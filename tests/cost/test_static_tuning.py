@@ -23,8 +23,7 @@ from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult
 from conformance.execution import implementation_registry
 from impls.contract import tunable
 from impls.splash_tpu import splash_tuning
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes
-from impls.splash_tpu.vmem import Depths
+from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths
 from reports.measurements import AGREES, Measurement
 
 CASE = parse_case_id("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")

@@ -27,7 +27,7 @@ from conformance.execution.executor import Executor
 from conformance.execution.implementation_registry import find_implementation
 from conformance.executor_tasks import native_compilation
 from impls.splash_tpu.attention import attention
-from impls.splash_tpu.block_sizes import BlockSizes
+from impls.splash_tpu.splash_plan import BlockSizes
 from tests.cost.test_tpu_schedule import UNITS
 
 # A grid of six steps, a list for which says which of two blocks runs, and none for 0. Bundles 8 to 10 are one block,

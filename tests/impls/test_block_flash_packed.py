@@ -21,7 +21,7 @@ from conformance.execution.executor import Executor
 from impls import block_flash
 from impls.block_flash import packed_passes
 from impls.block_flash.block_flash_packed import packed_attention
-from impls.block_flash.packed_key_ranges import KeyRanges, PackedPlan, compute_allowed, compute_ranges, has_pair
+from impls.block_flash.packed_passes import KeyRanges, PackedPlan, compute_allowed, compute_ranges, has_pair
 from impls.packed_sequences import SequenceTables
 from tests.comparison_asserts import assert_attention
 

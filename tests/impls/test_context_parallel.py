@@ -24,7 +24,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
-from impls.context_parallel.device_masks import build_schedule, restrict_mask
+from impls.context_parallel.sequence_layout import build_schedule, restrict_mask
 from impls.contract.implementation import Implementation
 from reports import records
 from reports.records import RED, UNJUDGED

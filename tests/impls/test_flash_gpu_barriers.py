@@ -23,11 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cases.masks import Causal, Full, Lengths, Mask, Window
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import Kernel
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
-from impls.flash_gpu.mosaic import backward, backward_tiles, forward, mosaic_launch, split_dkv, tensor_core_turns
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS
-from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.mosaic import backward, backward_tiles, forward, mosaic_launch, split_dkv
+from impls.flash_gpu.mosaic import forward as tensor_core_turns
+from impls.flash_gpu.mosaic.forward import TensorCoreTurns
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
 
 
 @dataclasses.dataclass(frozen=True)

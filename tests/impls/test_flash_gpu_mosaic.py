@@ -33,10 +33,9 @@ from conformance.judging.settings import Settings
 from impls import flash_gpu
 from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Kernel, Tiles
-from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic import dead_keys
+from impls.flash_gpu.mosaic import mosaic_launch as dead_keys
 from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
 from reports.records import FAIL, PASS, Record
 from tests.process_helpers import COMMAND_TIMEOUT
 

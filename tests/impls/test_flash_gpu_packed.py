@@ -20,8 +20,8 @@ from cases.operand_values import draw_cotangent, draw_problem
 from conformance.execution.executor import Executor
 from impls import flash_gpu
 from impls.flash_gpu import BlockSizes, Tiles, build_packed_implementation, packed_attention
+from impls.flash_gpu.block_sizes import PACKED_TABLE, look_up_packed
 from impls.flash_gpu.implementation import build_uniform_sizes
-from impls.flash_gpu.packed_block_sizes import PACKED_TABLE, look_up_packed
 from impls.flash_gpu.packed_visits import PackedVisits, compute_ranges, compute_visits
 from impls.flash_gpu.triton import backward, forward
 from tests.comparison_asserts import assert_attention

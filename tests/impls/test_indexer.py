@@ -122,14 +122,14 @@ def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.Monk
     """Outside `jit` a scan is a loop and a branch is taken or not, so that products can be counted."""
     import impls.block_flash.backward as backward
     import impls.block_flash.forward as forward
-    import impls.block_flash.operand_blocks as blocks
+    from impls import block_arithmetic
 
     counts = {forward: 0, backward: 0}
 
     def counted(module: Any) -> Any:
         def product(*operands: Any) -> jax.Array:
             counts[module] += 1
-            return blocks.multiply(*operands)
+            return block_arithmetic.multiply(*operands)
 
         return product
 

@@ -16,7 +16,7 @@ from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from impls.block_flash import block_flash_latent as dense
+from impls.block_flash.attention import latent_attention as dense_latent_attention
 from impls.paged import latent_attention
 from reports.records import PASS, RED, Record
 
@@ -123,4 +123,4 @@ def test_pages_are_not_copied() -> None:
 )
 def test_what_is_wrong_of_a_dense_latent_is_named(latent: tuple[int, ...], value_dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dense.latent_attention(jnp.ones((2, 3, 4, 8)), jnp.ones(latent), value_dim=value_dim, scale=0.5)
+        dense_latent_attention(jnp.ones((2, 3, 4, 8)), jnp.ones(latent), value_dim=value_dim, scale=0.5)

@@ -27,9 +27,9 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
-from impls.mosaic_decode import share_kernel
-from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
 from impls.paged import paged_gpu
+from impls.pallas_gpu import mosaic_decode as share_kernel
+from impls.pallas_gpu.mosaic_decode import DecodeShape, count_slots
 from reports.records import FAIL, PASS
 
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"

@@ -18,10 +18,9 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls import paged
-from impls.paged.key_shares import build_shares
-from impls.paged.page_blocks import build_blocks
-from impls.paged.paged_plan import Operands, PagedPlan
-from impls.paged.query_tiles import build_tiles
+from impls.paged.page_copies import build_blocks
+from impls.paged.paged_gpu import build_shares
+from impls.paged.paged_plan import Operands, PagedPlan, build_tiles
 from reports.records import PASS, RED
 
 

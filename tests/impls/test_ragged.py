@@ -27,7 +27,7 @@ from impls.ragged import ragged_tpu
 from impls.ragged.attention import Backend
 from impls.ragged.ragged_plan import Operands as Arrays
 from impls.ragged.ragged_plan import RaggedPlan, find_block_range, find_key_range, flatten_queries, lower_lengths
-from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.ragged.ragged_tpu import RaggedSteps, build_steps
 from impls.softmax_merge import Part
 from tests.comparison_asserts import assert_attention, assert_right
 

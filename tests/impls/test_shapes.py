@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError, install_import_hook
 
 with install_import_hook("impls", "beartype.beartype"):
     from impls import auto, block_flash, dot_product, flash_gpu, moba, paged, quantized_kv, ragged, splash_tpu
-    from impls.block_flash.block_flash_latent import latent_attention
+    from impls.block_flash.attention import latent_attention
     from impls.flash_gpu.implementation import build_uniform_sizes
 
 import jax

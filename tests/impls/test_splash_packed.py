@@ -25,8 +25,8 @@ from impls.splash_tpu import (
     packed_attention,
     splash_tiles,
 )
-from impls.splash_tpu.block_sizes import Blocks
-from impls.splash_tpu.packed_schedule import build_packed_steps
+from impls.splash_tpu.splash_packed import build_packed_steps
+from impls.splash_tpu.splash_plan import Blocks
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
 from tests.comparison_asserts import assert_attention
 from tests.impls.test_block_flash_packed import Lengths, pairs, tables

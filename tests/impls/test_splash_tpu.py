@@ -20,6 +20,7 @@ from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalanc
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.accelerators.tpus import TPUS
 from conformance.execution import implementation_registry
+from impls.pallas_tpu.tpu_tiles import find_limit
 from impls.splash_tpu import (
     Blocks,
     BlockSizes,
@@ -34,7 +35,6 @@ from impls.splash_tpu import (
 )
 from impls.splash_tpu.splash_plan import Operands
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, build_static_steps
-from impls.splash_tpu.vmem import find_limit
 from tests.comparison_asserts import assert_attention
 
 KINDS = [tpu.kind for tpu in TPUS]

@@ -9,7 +9,7 @@ import pytest
 
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes
-from impls.flash_gpu.mosaic.tile_order import MAX_CACHED_BYTES, TILE_OVERHEAD_STEPS, TileOrder, deal_tiles
+from impls.flash_gpu.mosaic.mosaic_launch import MAX_CACHED_BYTES, TILE_OVERHEAD_STEPS, TileOrder, deal_tiles
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 TILE = 128

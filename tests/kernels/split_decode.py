@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from cases.case import Case
 from cases.masks import Full, Mask
 from impls import softmax_merge
+from impls.block_arithmetic import replace_neg_inf
 from impls.contract.implementation import Accelerator, Arithmetic, Implementation, validate_mask
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED
@@ -28,10 +29,9 @@ from impls.ragged.ragged_plan import (
     compute_logits,
     flatten_queries,
     lower_lengths,
-    replace_neg_inf,
     restore_queries,
 )
-from impls.ragged.ragged_schedule import build_steps
+from impls.ragged.ragged_tpu import build_steps
 from impls.softmax_merge import Part
 
 BLOCK = 16

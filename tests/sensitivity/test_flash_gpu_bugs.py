@@ -15,11 +15,11 @@ import pytest
 from cases.case import Case
 from cases.masks import And, Causal, Mask, Or
 from impls import flash_gpu
-from impls.flash_gpu import flash_gpu_passes
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton import backward, forward, triton_tiles
+from impls.flash_gpu.triton import backward, forward
 from impls.flash_gpu.triton.forward import RunningSoftmax
-from impls.flash_gpu.triton.triton_tiles import visit_blocks
+from impls.flash_gpu.triton.triton_program import visit_blocks
+from impls.pallas_gpu import triton_tiles
 from reports.records import ERROR
 from tests.bank import PlantedBug
 from tests.bank.examination import iter_red_records
@@ -38,7 +38,7 @@ def drop_offset(mask: Mask) -> Mask:
 
 def replace_backward_mask(change: Callable[[Mask], Mask]) -> Patch:
     """Give the backward pass another mask than the forward pass."""
-    correct = flash_gpu_passes.run_backward
+    correct = CALL.run_backward
 
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)

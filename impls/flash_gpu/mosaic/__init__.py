@@ -1,6 +1,5 @@
 """Mosaic GPU kernels for Hopper.
 
-Each module builds on the ones before: `mosaic_shape` (sizes), `tile_order` and `tensor_core_turns` (scheduling),
-`mosaic_launch`, `mosaic_tiles` (operations), `dead_keys` (operands), `forward`, `backward_tiles`, `split_dkv` and
-`backward` (kernels).
+Each module builds on the ones before: `impls.pallas_gpu.mosaic_tiles` (operations), `mosaic_launch` (sizes, order of
+tiles, copies), `mosaic_masks`, `forward`, `backward_tiles`, `split_dkv` and `backward` (kernels).
 """

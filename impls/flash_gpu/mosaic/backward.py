@@ -1,6 +1,6 @@
 """Backward kernels for Hopper in Mosaic GPU.
 
-From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles`, the kernels compute:
+From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_masks`, the kernels compute:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -12,7 +12,7 @@ From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles
 
 Where a pair may not attend, z is set to -inf, which makes p and dx 0. There may be keys that no query attends to, whose
 values may be NaN. Then dx is set to 0 instead, and p too where keys are owned. `D - dlse` comes from
-`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
+`impls.flash_gpu.attention` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
 blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. Beyond depth 128 its
 warpgroups divide that work otherwise (`impls.flash_gpu.mosaic.split_dkv`).
 """
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.block_arithmetic import make_shape
 from impls.flash_gpu.mosaic.backward_tiles import (
     build_backward_inputs,
     build_scratch,
@@ -37,22 +37,21 @@ from impls.flash_gpu.mosaic.backward_tiles import (
     copy_group_step,
     copy_queries,
 )
-from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, launch
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, build_shape
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS, ProgramTile, build_shape, launch, zero_dead_keys
+from impls.flash_gpu.mosaic.mosaic_masks import zero_unseen_rows
+from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
+from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     accumulate,
     broadcast_over_keys,
     broadcast_over_queries,
     compute_logits,
     get_exponent_factor,
     multiply,
-    zero_unseen_rows,
 )
-from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import Scalar
 
 
 def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
@@ -97,19 +96,19 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
     copy_queries(place, place.start, ROWS, place.head, warpgroup)
     plgpu.barrier_wait(scratch["q_arrived"].at[warpgroup])
-    q, d_out = scratch["q_tile"].at[warpgroup], scratch["d_out_tile"].at[warpgroup]
+    q, d_out = scratch["q_tile"].at[warpgroup], scratch["d_out_tile"].at[warpgroup]  # [ROWS, H], [ROWS, V]
     shift, row_sums = scratch["shift_tile"].at[warpgroup][...], scratch["row_sums_tile"].at[warpgroup][...]
 
     def visit(masked: bool, at: Scalar, dq: jax.Array) -> jax.Array:
         slot, v_slot = place.slot(at), place.v_slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-        k = scratch["k_tile"].at[slot]
+        k = scratch["k_tile"].at[slot]  # [keys, H]
         z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # logits with soft cap, eqs. (1) and (2)
         allowed_pairs = prepare_allowed(place, at, slot) if masked else None
         y = z * get_exponent_factor(plan) - broadcast_over_keys(shift, z.shape[1])
         if allowed_pairs is not None and not plan.has_dead_keys:
             y = jnp.where(allowed_pairs(False), y, -jnp.inf)  # masked after the fused multiply and subtract
-        p = jnp.exp2(y)  # probabilities, equation (8)
+        p = jnp.exp2(y)  # probabilities, equation (8)  # [ROWS, keys]
         plgpu.barrier_wait(scratch["v_arrived"].at[v_slot])
         dp = multiply(plan, d_out, scratch["v_tile"].at[v_slot], transposed=True)  # dp, equation (10)
         place.release_values(at)
@@ -192,14 +191,14 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
 def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
     """Sum dk and dv of this warpgroup's keys over the query heads of the group; dk is not yet scaled."""
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
-    k, v = scratch["k_tile"].at[warpgroup], scratch["v_tile"].at[warpgroup]
+    k, v = scratch["k_tile"].at[warpgroup], scratch["v_tile"].at[warpgroup]  # [ROWS, H], [ROWS, V]
 
     def visit(masked: bool, base: Any, at: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
-        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
+        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]  # [queries, H], [queries, V]
         z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # logits with soft cap, eqs. (1) and (2)
-        allowed_pairs = compute_allowed_keys(place, at, slot, warpgroup) if masked else None
+        allowed_pairs = compute_allowed_keys(place, at, slot, warpgroup) if masked else None  # [ROWS, queries]
         if allowed_pairs is not None and not plan.has_dead_keys:
             z = jnp.where(allowed_pairs, z, -jnp.inf)
         p = jnp.exp2(
@@ -211,7 +210,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
         if allowed_pairs is not None and plan.has_dead_keys:
             # k and v are no factors of (9) and (15), so NaN in hidden keys does not spread.
             p, dx = jnp.where(allowed_pairs, p, 0.0), jnp.where(allowed_pairs, dx, 0.0)
-        dk, dv = sums
+        dk, dv = sums  # [ROWS, H], [ROWS, V]
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # dv, equation (9)
         dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # dk, equation (15), not yet scaled
         place.end_step(base + at, read_as_values=True)  # shift and row_sums were read as values

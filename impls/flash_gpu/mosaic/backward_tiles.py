@@ -11,13 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
 
-from impls.flash_gpu.exponentials import LOG2_E
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, pad_axes
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile
-from impls.flash_gpu.mosaic.mosaic_tiles import PairSpan, compute_allowed
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.block_arithmetic import LOG2_E
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS, KernelShape, ProgramTile, build_inputs, pad_axes
+from impls.flash_gpu.mosaic.mosaic_masks import PairSpan, compute_allowed
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import ROWS, allocate_tile
 
 
 def build_backward_inputs(

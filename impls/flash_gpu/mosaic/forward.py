@@ -1,6 +1,6 @@
 """Forward kernel for Hopper in Mosaic GPU.
 
-From the logits z and the sums over one tile of `impls.flash_gpu.mosaic.mosaic_tiles`, the kernel computes:
+From the logits z and the sums over one tile of `impls.pallas_gpu.mosaic_tiles`, the kernel computes:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -9,9 +9,9 @@ From the logits z and the sums over one tile of `impls.flash_gpu.mosaic.mosaic_t
     (7)  logsumexp_i = m_i + log(l_i)
 
 The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for
-each computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It visits
+each computing warpgroup, or several such blocks one after the other (`TileOrder`). It visits
 the blocks of keys that the mask does not hide completely, full blocks first. Computing warpgroups multiply whenever
-they can, or in turns (`impls.flash_gpu.mosaic.tensor_core_turns`). The sources are those of
+they can, or in turns (`TensorCoreTurns`). The sources are those of
 `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.mosaic_launch`.
 """
 
@@ -28,26 +28,81 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import LN_2, convert_sinks, replace_neg_inf
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
-from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.block_arithmetic import LN_2, convert_sinks, make_shape, replace_neg_inf
+from impls.flash_gpu.mosaic.mosaic_launch import (
+    COMPUTE_WARPGROUPS,
+    KernelShape,
+    ProgramTile,
+    build_inputs,
+    build_shape,
+    launch,
+    zero_dead_keys,
+)
+from impls.flash_gpu.mosaic.mosaic_masks import PairSpan, compute_allowed, zero_unseen_rows
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, Outputs
+from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     SUM_COLUMNS,
-    PairSpan,
     RunningSoftmax,
     accumulate,
+    allocate_tile,
     broadcast_over_keys,
-    compute_allowed,
     compute_logits,
     multiply,
     update_softmax,
-    zero_unseen_rows,
 )
-from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCoreTurns:
+    """The turns of one warpgroup: it uses the tensor cores while the other computes exponentials.
+
+    Two warpgroups that start together also wait for the tensor cores together, and then for the exponential units. With
+    turns, the products of one are issued while the other computes its softmax (Shah et al. 2024, arXiv:2407.08608,
+    section 3.1). A turn consists of two products: weights times values of one step (PV), and queries times keys of the
+    next step (QK). They lie between the exponentials of the two steps.
+
+        warpgroup 0:  QK_0 | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
+        warpgroup 1:         QK_0      | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
+
+    Each warpgroup has a barrier. To take a turn, a warpgroup waits at its own barrier; to give a turn, it arrives at
+    the other's. A warpgroup gives each turn before it takes the next, so a barrier never has two pending arrivals. A
+    second arrival would undo the first, since a barrier's phase is one bit.
+
+    Invariant: both warpgroups take equally many turns. With n steps these are n + 1 turns, and without a step none. The
+    invariant holds because both warpgroups visit all steps of the program. Under a causal mask the rows of one
+    warpgroup may see fewer blocks; it then visits the others as completely hidden blocks. The last turn that warpgroup
+    1 gives is taken by no step: warpgroup 0 waits for it when the program ends. In return, warpgroup 1 gives a turn
+    before the first step. So the scheme works for one tile and for several tiles with different numbers of steps.
+
+    Attributes:
+      mine: index of this warpgroup, 0 or 1.
+      barriers: one barrier for each warpgroup; None if the warpgroups do not take turns.
+    """
+
+    mine: Any
+    barriers: Any | None
+
+    def begin(self) -> None:
+        """Give the first turn to warpgroup 0, before the first step."""
+        if self.barriers is not None:
+            pl.when(self.mine == 1)(self.give)
+
+    def take(self) -> None:
+        """Wait until the other warpgroup has issued its products."""
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[self.mine])
+
+    def give(self) -> None:
+        """Signal that the products of this turn are issued."""
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[1 - self.mine])
+
+    def end(self) -> None:
+        """Take the last turn, so that every barrier is back in its first state."""
+        if self.barriers is not None:
+            pl.when(self.mine == 0)(self.take)
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
@@ -200,7 +255,7 @@ def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[b
 def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftmax:
     """Compute the softmax of this warpgroup's queries over all visited blocks."""
     inputs, scratch, plan, warpgroup = place.inputs, place.scratch, place.plan, place.warpgroup
-    q = scratch["q_tile"].at[place.q_slot]
+    q = scratch["q_tile"].at[place.q_slot]  # [ROWS, H]
     if place.shape.q_slots == 1:
         if place.base is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile lie where queries are copied to
@@ -216,14 +271,14 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
             place.release_keys(at)
         if place.shape.q_slots > 1:
             pl.when(at == 0)(functools.partial(_release_last_queries, place))
-        z, _ = compute_logits(plan, products)  # soft cap, equation (2)
+        z, _ = compute_logits(plan, products)  # [ROWS, keys], with soft cap, equation (2)
         may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
         softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
-        weights = weights.astype(inputs["v"].dtype)
+        weights = weights.astype(inputs["v"].dtype)  # [ROWS, keys]
         plgpu.barrier_wait(scratch["v_arrived"].at[v_slot])
-        v = scratch["v_tile"].at[v_slot]
+        v = scratch["v_tile"].at[v_slot]  # [keys, V]
         if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[warpgroup]
             v_seen[...] = zero_unseen_rows(v[...], may(True))

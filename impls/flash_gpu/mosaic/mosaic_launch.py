@@ -1,4 +1,4 @@
-"""Launch of Mosaic GPU kernels: padded operands, the schedule as a list, and the ring of tiles in flight.
+"""Launch of Mosaic GPU kernels: sizes, padded operands, the order of tiles, and the ring of tiles in flight.
 
 Two warpgroups compute. A third fetches tiles ahead of them by TMA into a ring in shared memory. A slot is filled again
 once both computing warpgroups have released it (Shah et al. 2024, arXiv:2407.08608).
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,13 +35,179 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool
 
-from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, round_up
-from impls.flash_gpu.mosaic.tile_order import TileOrder, deal_tiles
-from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, Visits
+from impls.flash_gpu.block_sizes import Axis, Kernel, Ring, Tiles
+from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, Operands, Visits
 from impls.jax_compat import Scalar, build_mosaic_call, count_multiprocessors
+from impls.pallas_gpu.mosaic_tiles import LANES, ROWS, round_up
 from impls.varying_axes import find_varying_axes, mark_varying
+
+COMPUTE_WARPGROUPS = 2
+"""Warpgroups that compute; one more fetches tiles."""
+OWNED_ROWS = COMPUTE_WARPGROUPS * ROWS
+"""Queries or keys that a program owns, `ROWS` for each computing warpgroup."""
+MAX_UNSPLIT_DEPTH = 128
+"""Largest head depth at which one warpgroup has registers for both dk and dv of its keys in f32."""
+BARRIER_BYTES = 1024
+"""Bytes reserved for barriers, of 8 bytes each, beyond the named buffers."""
+REDUCTION_BYTES = 2048
+"""Bytes that Mosaic GPU reserves in kernels with reductions (`plgpu.CompilerParams.reduction_scratch_bytes`)."""
+_ALIGNMENT = 1024  # bytes; each buffer starts at a multiple, as swizzled tiles require
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShape:
+    """Sizes of a kernel's tiles.
+
+    Attributes:
+      axis: `"q"` or `"kv"`, the axis of which a program owns rows.
+      owned: rows that a program owns, `OWNED_ROWS`, or `ROWS` if both computing warpgroups work on the same rows.
+      visited: rows of the other axis per tile.
+      slots: tiles of each operand in flight.
+      v_slots: tiles of values in flight.
+      head_dim: padded depth of q and k.
+      v_head_dim: padded depth of v.
+      ping_pong: whether the computing warpgroups multiply in turns (`impls.flash_gpu.mosaic.forward.TensorCoreTurns`).
+      persistent: whether there is one program per multiprocessor (`TileOrder`).
+      early_copies: whether keys and values are released separately.
+      q_slots: tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this
+        one if there are two.
+    """
+
+    axis: Axis
+    owned: int
+    visited: int
+    slots: int
+    v_slots: int
+    head_dim: int
+    v_head_dim: int
+    ping_pong: bool = False
+    persistent: bool = False
+    early_copies: bool = False
+    q_slots: int = 1
+
+    @classmethod
+    def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> KernelShape:
+        """Build the shape of a kernel for these head depths."""
+        axis: Axis = "kv" if kernel == "dkv" else "q"
+        depths = round_up(head_dim, LANES), round_up(v_head_dim, LANES)
+        return cls(
+            axis=axis,
+            owned=ROWS if kernel == "dkv" and max(depths) > MAX_UNSPLIT_DEPTH else OWNED_ROWS,
+            visited=ring.block,
+            slots=ring.num_stages,
+            v_slots=ring.num_v_stages or ring.num_stages,
+            head_dim=depths[0],
+            v_head_dim=depths[1],
+            ping_pong=ring.ping_pong,
+            persistent=ring.persistent,
+            early_copies=ring.early_copies,
+            q_slots=ring.num_q_stages,
+        )
+
+    @property
+    def tiles(self) -> Tiles:
+        """Tile sizes in the form that the schedule takes."""
+        if self.axis == "q":
+            return Tiles(block_q=self.owned, block_kv=self.visited)
+        return Tiles(block_q=self.visited, block_kv=self.owned)
+
+
+def build_shape(plan: FlashGpuPlan, kernel: Kernel) -> KernelShape:
+    """Build the shape of a kernel for the plan."""
+    return KernelShape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
+
+
+def count_shared_bytes(scratch: dict[str, Any], *, reduces: bool) -> int:
+    """Count the bytes of shared memory of a program with these buffers and barriers, and with reductions or without."""
+    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return sum(round_up(size, _ALIGNMENT) for size in sizes) + BARRIER_BYTES + (REDUCTION_BYTES if reduces else 0)
+
+
+MAX_CACHED_BYTES = 32 << 20
+"""Bytes of rows that concurrent programs may visit: Hopper's cache of 50 MB, less the rows that the programs own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrder:
+    """Numbering of tiles in the order in which they start.
+
+    A GPU starts programs in order, each as soon as there is room. A long tile that starts last leaves all other
+    multiprocessors idle. So if tiles differ in length, the longest start first. This interleaves tiles of several
+    heads, but only of as many heads as fit the cache: concurrent programs then read the same rows. It is the order of
+    FlashAttention-3's causal scheduler (Shah et al. 2024, arXiv:2407.08608).
+
+    Attributes:
+      batch: number of batch rows.
+      heads: number of heads.
+      blocks: tiles per head of a batch row.
+      together: number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`.
+      descending: whether the last block starts first.
+    """
+
+    batch: int
+    heads: int
+    blocks: int
+    together: int
+    descending: bool
+
+    @classmethod
+    def of(cls, steps: np.ndarray, batch: int, heads: int, head_bytes: int) -> TileOrder:
+        """Build the order from the `steps` of each tile, `[batch or 1, blocks]`, and the bytes read for each head."""
+        blocks, totals = steps.shape[1], steps.sum(axis=0)
+        if (steps == steps[0, 0]).all():
+            return cls(batch, heads, blocks, 1, False)
+        half = blocks // 2
+        descending = bool(totals[:half].sum() < totals[blocks - half :].sum())
+        fitting = max(1, MAX_CACHED_BYTES // head_bytes)
+        together = max(n for n in range(1, min(fitting, batch * heads) + 1) if batch * heads % n == 0)
+        return cls(batch, heads, blocks, together, descending)
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return self.batch * self.heads * self.blocks
+
+    def at(self, tile: Scalar) -> tuple[Any, Any, Any]:
+        """Compute batch row, head and block of a tile, all int32."""
+        together, blocks = jnp.int32(self.together), jnp.int32(self.blocks)
+        rest = lax.div(tile, together)
+        row = lax.div(rest, blocks) * together + lax.rem(tile, together)
+        block = lax.rem(rest, blocks)
+        if self.descending:
+            block = blocks - 1 - block
+        return lax.div(row, jnp.int32(self.heads)), lax.rem(row, jnp.int32(self.heads)), block
+
+    def steps(self, steps: np.ndarray) -> np.ndarray:
+        """Arrange the steps of `[batch or 1, blocks]` by tile, `[tiles]`."""
+        rows = np.broadcast_to(steps[:, None, :], (self.batch, self.heads, self.blocks)).reshape(-1, self.blocks)
+        rows = rows[:, ::-1] if self.descending else rows
+        return rows.reshape(-1, self.together, self.blocks).swapaxes(1, 2).ravel()
+
+
+TILE_OVERHEAD_STEPS = 1
+"""Assumed cost, in steps, of loading a tile's queries and storing its results. It is a guess, not measured."""
+
+
+def deal_tiles(steps: np.ndarray, programs: int) -> np.ndarray:
+    """Assign tiles to programs, `[programs, 1 + most]` int32: the count, then the tile numbers.
+
+    Each tile goes to the program that is free first, as a GPU would assign them. A tile takes the time of its steps
+    plus `TILE_OVERHEAD_STEPS`.
+    """
+    free = [(0, program) for program in range(programs)]
+    tiles_of_program: list[list[int]] = [[] for _ in range(programs)]
+    for tile, count in enumerate(steps.tolist()):
+        time, program = free[0]
+        tiles_of_program[program].append(tile)
+        heapq.heapreplace(free, (time + count + TILE_OVERHEAD_STEPS, program))
+    table = np.zeros((programs, 1 + max(map(len, tiles_of_program))), np.int32)
+    for program, hand in enumerate(tiles_of_program):
+        table[program, : 1 + len(hand)] = (len(hand), *hand)
+    return table
+
 
 INTERPRETED_PROGRAMS = 3
 """Programs of a persistent kernel in an interpreter: few, so that each has several tiles of a small problem."""
@@ -332,3 +500,49 @@ def pad_axes(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
     """Pad `x` with zeros at the end of the given axes, to the given sizes."""
     missing = [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
+
+
+_MAX_BUFFERED_DEPTH = 128  # beyond it, tiles of all kernels leave no room for the buffer
+_STRIP_LENGTH = 128  # queries at a time, so that memory is not T * S
+
+
+def zeroes_dead_keys(head_dim: int, v_head_dim: int) -> bool:
+    """Return whether keys that no query attends to are zeroed before a kernel, and not in it."""
+    return max(head_dim, v_head_dim) > _MAX_BUFFERED_DEPTH
+
+
+def zero_dead_keys(plan: FlashGpuPlan, operands: Operands) -> tuple[FlashGpuPlan, Operands]:
+    """Zero keys and values that no query attends to, at depths where a kernel has no room for it.
+
+    Such keys and values may be NaN, and 0 * NaN is not 0. Up to depth 128, the forward kernel and that of dq zero them
+    in a buffer of their own (`zero_unseen_rows`). Deeper heads leave no room for it in shared memory. The kernel of dk
+    and dv needs no zeros, since k and v are no factors of its sums.
+
+    Returns:
+      a plan that knows of it, and operands with these keys and values; or both as they are.
+    """
+    if not (plan.has_dead_keys and zeroes_dead_keys(plan.head_dim, plan.v_head_dim)):
+        return plan, operands
+    seen = _find_seen_keys(plan, operands)[:, :, None, None]
+    k, v = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (operands.k, operands.v))
+    return dataclasses.replace(plan, dead_keys_are_zero=True), operands._replace(k=k, v=v)
+
+
+def _find_seen_keys(plan: FlashGpuPlan, operands: Operands) -> Bool[Array, "B S"]:
+    """Find the keys that some query of their batch row attends to."""
+    batch, (q_length, kv_length) = operands.q.shape[0], (plan.q_length, plan.kv_length)
+    j = jnp.arange(kv_length, dtype=jnp.int32)[None, :]
+
+    def visit(strip: jax.Array, seen: jax.Array) -> jax.Array:
+        i = (strip * _STRIP_LENGTH + jnp.arange(_STRIP_LENGTH, dtype=jnp.int32))[:, None]
+        allowed = jnp.asarray(plan.mask.allowed(i, j)) & (i < q_length)
+        allowed = jnp.broadcast_to(allowed, (batch, 1, _STRIP_LENGTH, kv_length))[:, 0]
+        if operands.segment_ids is not None:
+            q_ids, kv_ids = operands.segment_ids
+            ids = jnp.take(q_ids, i[:, 0], axis=1, mode="clip")
+            allowed = allowed & (ids[:, :, None] == kv_ids[:, None, :])
+        return seen | allowed.any(axis=1)
+
+    strips = -(-q_length // _STRIP_LENGTH)
+    found: jax.Array = lax.fori_loop(0, strips, visit, jnp.zeros((batch, kv_length), bool))
+    return found

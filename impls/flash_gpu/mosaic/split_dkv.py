@@ -27,16 +27,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.mosaic.backward_tiles import compute_allowed_keys, copy_group_step
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS
-from impls.flash_gpu.mosaic.mosaic_tiles import (
+from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS, ProgramTile
+from impls.jax_compat import Scalar
+from impls.pallas_gpu.mosaic_tiles import (
+    ROWS,
     accumulate,
     broadcast_over_queries,
     compute_logits,
     get_exponent_factor,
     multiply,
 )
-from impls.jax_compat import Scalar
 
 VALUES, KEYS = 0, 1
 """Indices of the warpgroups that compute dv and dk."""
@@ -87,15 +87,15 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
 def _compute_dv(place: ProgramTile, group: Any, total: Any) -> jax.Array:
     """Compute dv of the program's keys over the query heads of the group, and pass on the weights of each step."""
     scratch, plan = place.scratch, place.plan
-    k, weights_tile = scratch["k_tile"].at[0], scratch["weights_tile"]
+    k, weights_tile = scratch["k_tile"].at[0], scratch["weights_tile"]  # [ROWS, H], [ROWS, queries]
 
     def visit(masked: bool, base: Any, at: Scalar, dv: jax.Array) -> jax.Array:
         step = base + at
         slot = place.slot(step)
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
-        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
+        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]  # [queries, H], [queries, V]
         z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # logits with soft cap, eqs. (1) and (2)
-        allowed = compute_allowed_keys(place, at, slot, 0) if masked else None
+        allowed = compute_allowed_keys(place, at, slot, 0) if masked else None  # [ROWS, queries]
         if allowed is not None:
             z = jnp.where(allowed, z, -jnp.inf)
         shift = broadcast_over_queries(scratch["shift_tile"].at[slot][...], ROWS)
@@ -129,12 +129,12 @@ def _compute_dv(place: ProgramTile, group: Any, total: Any) -> jax.Array:
 def _compute_dk(place: ProgramTile, steps: Any) -> jax.Array:
     """Compute dk of the program's keys from the weights of each step; it is not yet scaled."""
     scratch, plan = place.scratch, place.plan
-    v = scratch["v_tile"].at[0]
+    v = scratch["v_tile"].at[0]  # [ROWS, V]
 
     def visit(step: Scalar, dk: jax.Array) -> jax.Array:
         slot = place.slot(step)
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
-        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
+        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]  # [queries, H], [queries, V]
         dp = multiply(plan, v, d_out, transposed=True)  # dp, equation (10)
         plgpu.barrier_wait(scratch["weights_ready"].at[0])
         weights = scratch["weights_tile"][...]

@@ -1,7 +1,7 @@
 """Backward kernels: probabilities are recomputed from `logsumexp`, and no two programs write to the same place.
 
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
-the logits z of `impls.flash_gpu.triton.triton_tiles`:
+the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
     (9)  dv_j = sum_i p_ij dout_i
@@ -12,7 +12,7 @@ the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes
+`D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`. One kernel owns blocks of queries and computes
 dq (14). A second owns blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. A third
 writes dx of every pair for dbias (16); it runs only where the gradient of a bias is used. All sums are in f32 and in a
 fixed order, so the same call gives the same bits.
@@ -30,26 +30,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32
 
-from impls.flash_gpu.exponentials import LOG2_E, compute_fused_exp2
-from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton.triton_launch import Arrays, Launch, Specs
-from impls.flash_gpu.triton.triton_tiles import (
+from impls.block_arithmetic import LOG2_E, make_shape
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
+from impls.flash_gpu.triton.triton_program import (
+    Arrays,
+    Launch,
+    Specs,
     TilePair,
     compute_allowed,
     compute_logits,
-    find_seen_keys,
     get_logit_unit,
     get_program_ids,
     load_key_ranges,
-    load_rows,
-    load_values,
     multiply,
-    store_rows,
     visit_blocks,
-    zero_hidden_rows,
 )
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.triton_tiles import (
+    compute_fused_exp2,
+    find_seen_keys,
+    load_rows,
+    load_values,
+    store_rows,
+    zero_hidden_rows,
+)
 
 
 def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[Arrays, Specs]:
@@ -128,14 +132,14 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(masked: bool, block: Scalar, dq: jax.Array) -> jax.Array:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
-        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
-        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        may = compute_allowed(plan, inputs, pair) if masked else None
-        _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)  # [block_kv, H]
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)  # [block_kv, V]
+        may = compute_allowed(plan, inputs, pair) if masked else None  # [block_q, block_kv]
+        _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)  # [block_q, block_kv]
         k = zero_hidden_rows(k, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
         return dq + multiply(plan, dx.astype(k.dtype), k, over=(1, 0))  # dq, equation (14), not yet scaled
 
-    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
+    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)  # padded H
     dq = visit_blocks(launch, inputs, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # dq, equation (14)
 
@@ -167,8 +171,8 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = get_program_ids()
     kv_start = row * block_kv
-    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
-    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
+    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)  # [block_kv, H]
+    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)  # [block_kv, V]
 
     def visit(
         head: Scalar, masked: bool, block: Scalar, sums: tuple[jax.Array, jax.Array]
@@ -183,7 +187,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         p, dx = compute_pair_gradients(
             plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
         )
-        dk, dv = sums
+        dk, dv = sums  # [block_kv, H], [block_kv, V]
         # k and v are no factors of these two products, and p and dx of hidden keys are 0. So NaN does not spread.
         dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # dk, equation (15); scaled when stored
         dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # dv, equation (9)
@@ -242,8 +246,8 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(masked: bool, block: Scalar, carry: Any) -> Any:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
-        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
-        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)  # [block_kv, H]
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)  # [block_kv, V]
         _, dx = compute_pair_gradients(
             plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
         )

@@ -1,6 +1,6 @@
 """Forward kernel: each program owns one block of queries of one head, and visits the key blocks that it may see.
 
-From the logits z of `impls.flash_gpu.triton.triton_tiles`:
+From the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
@@ -24,25 +24,28 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, convert_sinks, replace_neg_inf
-from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
-from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.flash_gpu.triton.triton_launch import Arrays, Launch
-from impls.flash_gpu.triton.triton_tiles import (
+from impls.block_arithmetic import LN_2, LOG2_E, convert_sinks, make_shape, replace_neg_inf
+from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, Outputs
+from impls.flash_gpu.triton.triton_program import (
+    Arrays,
+    Launch,
     TilePair,
     compute_allowed,
     compute_logits,
-    find_seen_keys,
     get_logit_unit,
     get_program_ids,
-    load_rows,
     multiply,
-    store_rows,
-    store_values,
     visit_blocks,
-    zero_hidden_rows,
 )
 from impls.jax_compat import Scalar
+from impls.pallas_gpu.triton_tiles import (
+    compute_fused_exp2,
+    find_seen_keys,
+    load_rows,
+    store_rows,
+    store_values,
+    zero_hidden_rows,
+)
 
 
 class RunningSoftmax(NamedTuple):
@@ -86,15 +89,15 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = get_program_ids()
     q_start = row * block_q
-    q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
+    q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)  # [block_q, H]
     unit = get_logit_unit(plan, inputs)
 
     def visit(masked: bool, block: Scalar, running: RunningSoftmax) -> RunningSoftmax:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
-        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
-        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        may = compute_allowed(plan, inputs, pair) if masked else None
-        y, _ = compute_logits(plan, inputs, pair, q, k, may)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)  # [block_kv, H]
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)  # [block_kv, V]
+        may = compute_allowed(plan, inputs, pair) if masked else None  # [block_q, block_kv]
+        y, _ = compute_logits(plan, inputs, pair, q, k, may)  # [block_q, block_kv]
         v = zero_hidden_rows(v, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
         return update_softmax(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
 
@@ -125,8 +128,8 @@ def update_softmax(
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # maximum, equation (4)
     shift = maximum if some else replace_neg_inf(maximum)
-    weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
-    decay = jnp.exp2(old.maximum - shift)
+    weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)  # [block_q, block_kv]
+    decay = jnp.exp2(old.maximum - shift)  # [block_q]
     out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # undivided eq. (6)
     return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # sum of weights, equation (5)
 
@@ -136,6 +139,6 @@ def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
     sink = convert_sinks(sink)
     maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
-    decay = jnp.exp2(old.maximum - shift)
+    decay = jnp.exp2(old.maximum - shift)  # [block_q]
     # The total is the sum of weights, equation (5).
     return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])

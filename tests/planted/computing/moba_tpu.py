@@ -102,13 +102,13 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-maxima-in-units-of-log-two",
-        Change("moba_tpu", "-jnp.inf, maximum * jnp.float32(LOG_2))", "-jnp.inf, maximum)"),
+        Change("moba_tpu", "-jnp.inf, maximum * jnp.float32(LN_2))", "-jnp.inf, maximum)"),
         kind="base two",
         reference="inferred from kernels that return the maximum of base-2 logits",
     ),
     _bug(
         "moba-tpu-logsumexp-not-in-units-of-log-two",
-        Change("moba_tpu", "[:, None] / jnp.float32(LOG_2)", "[:, None]"),
+        Change("moba_tpu", "[:, None] / jnp.float32(LN_2)", "[:, None]"),
         kind="base two",
         reference="inferred: the backward of a base-2 softmax given a logsumexp of base e",
         shows="dq dk dv",

@@ -76,7 +76,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-share-ends-a-block-late",
-        Change("key_shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size + 1, end[tile])"),
+        Change("paged_gpu", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size + 1, end[tile])"),
         kind="split.border",
         reference="inferred: the last block of a share counted by both of its neighbours",
         shows="out logsumexp",
@@ -84,13 +84,13 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-share-without-its-last-block",
-        Change("key_shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size, end[tile] - 1)"),
+        Change("paged_gpu", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size, end[tile] - 1)"),
         kind="split.border",
         reference="inferred from jax ops/gpu/paged_attention.py (end of a partition)",
     ),
     _bug(
         "paged-gpu-shares-of-a-window-from-the-first-key",
-        Change("key_shares", "begin = first[tile] + (share", "begin = (share"),
+        Change("paged_gpu", "begin = first[tile] + (share", "begin = (share"),
         kind="window.skip",
         reference="vllm-project/tpu-inference PR 1954, a window's first block taken for another",
         trigger=windowed,

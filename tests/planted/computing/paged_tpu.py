@@ -16,7 +16,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-first-block-not-awaited",
         Change(
-            "paged_kernel",
+            "paged_tpu",
             "        wait_for_block(cache, tiles, blocks, number, block)\n",
             "        pl.when(block > 0)(functools.partial(wait_for_block, cache, tiles, blocks, number, block))\n",
         ),
@@ -26,7 +26,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-buffer-of-the-other-parity",
-        Change("paged_kernel", "find_buffer(blocks, number, block)\n", "find_buffer(blocks, number, block + 1)\n"),
+        Change("paged_tpu", "find_buffer(blocks, number, block)\n", "find_buffer(blocks, number, block + 1)\n"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="out logsumexp max_logits",
@@ -59,7 +59,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-rows-overwritten-on-their-way",
-        Change("paged_kernel", "pl.when(number > 0)(lambda: wait", "pl.when(number < 0)(lambda: wait"),
+        Change("paged_tpu", "pl.when(number > 0)(lambda: wait", "pl.when(number < 0)(lambda: wait"),
         kind="pipeline.missing-wait",
         reference="inferred: one place for the rows of all tiles, and no wait before it is filled again",
         shows="races out",
@@ -73,7 +73,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-values-of-pages-not-copied-kept",
-        Change("paged_kernel", "jnp.where((j >= low) & (j < high), v", "jnp.where(j >= low, v"),
+        Change("paged_tpu", "jnp.where((j >= low) & (j < high), v", "jnp.where(j >= low, v"),
         kind="tail",
         reference="vllm-project/vllm#936",
         shows="out",
@@ -81,7 +81,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-softmax-of-the-tile-before-kept",
         Change(
-            "paged_kernel",
+            "paged_tpu",
             "    tile.sized(functools.partial(_clear, plan, tile, heads))\n",
             "    pl.when(number == 0)(lambda: tile.sized(functools.partial(_clear, plan, tile, heads)))\n",
         ),
@@ -92,7 +92,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-first-page-of-a-window-left-out",
         Change(
-            "page_blocks",
+            "page_copies",
             "slot=jnp.broadcast_to(slot,",
             "slot=jnp.broadcast_to(slot + (0 if plan.left is None else 1),",
         ),

@@ -29,7 +29,7 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-latent-values-from-its-end",
-        Change("paged_kernel", "k[:, : plan.value_dim]", "k[:, k.shape[1] - (plan.value_dim or 0) :]"),
+        Change("paged_tpu", "k[:, : plan.value_dim]", "k[:, k.shape[1] - (plan.value_dim or 0) :]"),
         kind="latent read",
         reference="inferred from kernels that keep the rotary part first and slice values behind it",
         shows="out",
@@ -38,7 +38,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-latent-values-of-the-rank-filled-up-by-the-rotary-part",
         Change(
-            "paged_kernel",
+            "paged_tpu",
             "return k, k[:, : plan.value_dim]",
             "return k, jnp.concatenate([k[:, : 2 * plan.value_dim - k.shape[1]], k[:, plan.value_dim :]], axis=1)",
         ),
@@ -49,7 +49,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-values-of-the-other-buffer",
-        Change("paged_kernel", "return k, k[:,", "return k, cache.held[0][1 - buffer].reshape(cache.block, -1)[:,"),
+        Change("paged_tpu", "return k, k[:,", "return k, cache.held[0][1 - buffer].reshape(cache.block, -1)[:,"),
         kind="pipeline.parity",
         reference="inferred: keys by the buffer of the block, values by that of the one on its way",
         shows="races out",
@@ -57,7 +57,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-block-of-the-other-buffer",
-        Change("paged_kernel", "k = cache.held[0][buffer]", "k = cache.held[0][1 - buffer]"),
+        Change("paged_tpu", "k = cache.held[0][buffer]", "k = cache.held[0][1 - buffer]"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="races out logsumexp max_logits",
@@ -66,7 +66,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-latent-last-heads-left-out",
         Change(
-            "paged_kernel",
+            "paged_tpu",
             "ComputeUnits(rows // some, some, lambda n",
             "ComputeUnits(max(rows // some - 1, 1), some, lambda n",
         ),
@@ -76,14 +76,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-mask-of-the-first-heads-for-all",
-        Change("paged_kernel", "sees(number * units.rows)", "sees(0 * number)"),
+        Change("paged_tpu", "sees(number * units.rows)", "sees(0 * number)"),
         kind="causal.position",
         reference="inferred: rows of later queries see what those of the first unit see",
         trigger=_several_units,
     ),
     _bug(
         "paged-tpu-latent-pages-not-copied-kept",
-        Change("paged_kernel", "seen = (j >= low) & (j < high)\n            held", "seen = j >= low\n            held"),
+        Change("paged_tpu", "seen = (j >= low) & (j < high)\n            held", "seen = j >= low\n            held"),
         kind="tail",
         reference="flashinfer-ai/flashinfer#942, where NaN in other rows of a page reaches out",
         shows="out",

@@ -42,14 +42,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-scales-of-the-page-before",
-        Change("paged_kernel", "cache.held[2][buffer].reshape", "jnp.roll(cache.held[2][buffer], 1, axis=0).reshape"),
+        Change("paged_tpu", "cache.held[2][buffer].reshape", "jnp.roll(cache.held[2][buffer], 1, axis=0).reshape"),
         kind="scales.place",
         reference="inferred from kernels that copy scales by a table of their own",
         trigger=_several_blocks,
     ),
     _bug(
         "paged-tpu-scales-of-the-other-buffer",
-        Change("paged_kernel", "cache.held[2][buffer].reshape", "cache.held[2][1 - buffer].reshape"),
+        Change("paged_tpu", "cache.held[2][buffer].reshape", "cache.held[2][1 - buffer].reshape"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="races out logsumexp max_logits",
@@ -58,7 +58,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-scales-of-the-first-head-for-all",
         Change(
-            "paged_kernel",
+            "paged_tpu",
             "of_keys=lambda h, x: x * heads.scales[pl.ds(h, 1), :]",
             "of_keys=lambda h, x: x * heads.scales[:1, :]",
         ),
@@ -68,21 +68,21 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-values-by-the-scales-of-keys",
-        Change("paged_kernel", "heads.scales[pl.ds(total + h, 1), :]", "heads.scales[pl.ds(h, 1), :]"),
+        Change("paged_tpu", "heads.scales[pl.ds(total + h, 1), :]", "heads.scales[pl.ds(h, 1), :]"),
         kind="scales.side",
         reference="inferred: both lie in one row, and the offset of the second is forgotten",
         shows="out",
     ),
     _bug(
         "paged-tpu-sum-of-scaled-probabilities",
-        Change("paged_kernel", "_sum_by_lane(weights), acc", "_sum_by_lane(units.of_values(this, weights)), acc"),
+        Change("paged_tpu", "sum_by_lane(weights), acc", "_sum_by_lane(units.of_values(this, weights)), acc"),
         kind="scales.order",
         reference="inferred: the scale of a value multiplies its probability before these are added up",
         shows="out logsumexp",
     ),
     _bug(
         "paged-tpu-scales-behind-the-length-kept",
-        Change("paged_kernel", "jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)", "scales"),
+        Change("paged_tpu", "jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)", "scales"),
         kind="tail",
         reference="flashinfer-ai/flashinfer#942, where NaN in other rows of a page reaches out",
         shows="out",

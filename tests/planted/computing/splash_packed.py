@@ -45,7 +45,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-packed-keys-without-queries-not-written",
         Change(
-            "packed_schedule",
+            "splash_packed",
             "visited = holds.at[:, 0].set(holds[:, 0] | ~holds.any(axis=1))",
             "visited = holds",
         ),
@@ -55,25 +55,25 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-packed-blocks-with-a-border-taken-for-full",
-        Change("packed_schedule", "(high >= end)).all(axis=1)", "(high >= end)).any(axis=1)"),
+        Change("splash_packed", "(high >= end)).all(axis=1)", "(high >= end)).any(axis=1)"),
         kind="blocks.full-by-one-query",
         reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
     ),
     _bug(
         "splash-packed-block-of-a-first-key-skipped",
-        Change("packed_schedule", "((low < end) & (high > start))", "((low <= start) & (high > start))"),
+        Change("splash_packed", "((low < end) & (high > start))", "((low <= start) & (high > start))"),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
     ),
     _bug(
         "splash-packed-sums-of-the-block-before-kept",
-        Change("packed_schedule", "FIRST * ((number == 0) | (row != before))", "FIRST * (number == 0)"),
+        Change("splash_packed", "FIRST * ((number == 0) | (row != before))", "FIRST * (number == 0)"),
         kind="init.accumulator",
         reference="jax 08c2a36e28 (ragged paged attention)",
     ),
     _bug(
         "splash-packed-last-step-not-run",
-        Change("packed_schedule", "stored=None, total=total)", "stored=None, total=total - 1)"),
+        Change("splash_packed", "stored=None, total=total)", "stored=None, total=total - 1)"),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
         shows="out logsumexp max_logits dq dk dv padding",
@@ -99,7 +99,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-packed-parts-of-a-block-in-another-order",
-        Change("packed_schedule", "-1, kv_parts).swapaxes(1, 2)", "-1, kv_parts).swapaxes(1, 2).swapaxes(2, 3)"),
+        Change("splash_packed", "-1, kv_parts).swapaxes(1, 2)", "-1, kv_parts).swapaxes(1, 2).swapaxes(2, 3)"),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
         build=functools.partial(_build, in_parts=True),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cases.masks import Window
 from impls.ragged.ragged_plan import RaggedPlan, compute_allowed
-from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.ragged.ragged_tpu import RaggedSteps, build_steps
 from impls.softmax_merge import Part
 from tests.kernels.split_decode import BLOCK, DecodeSteps, compute_part, is_allowed
 

@@ -16,8 +16,7 @@ from cases.moba_mask import Moba
 from impls.contract.implementation import Implementation
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
-from impls.moba.moba_gate import choose_chunks
-from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work
+from impls.moba.moba_plan import MobaPlan, MobaWork, choose_chunks, divide_work
 from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
 
 sparse = importlib.import_module("impls.moba.moba_sparse")

@@ -177,7 +177,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-delta-of-the-neighbour",
         Change(
-            "flash_gpu_passes",
+            "attention",
             "weighted.transpose(0, 2, 1) - d_log",
             "jnp.roll(weighted.transpose(0, 2, 1), 1, axis=2) - d_log",
         ),
@@ -187,7 +187,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-ranges-of-the-first-queries",
-        Change("triton.triton_tiles", "plan.q_length, at=pair.q_at) for name", "plan.q_length, at=0) for name"),
+        Change("triton.triton_program", "plan.q_length, at=pair.q_at) for name", "plan.q_length, at=0) for name"),
         kind="border.block",
         reference="inferred: ranges of the program's block taken for those of the one it visits",
         shows="dk dv",
@@ -208,7 +208,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-a-key-past-the-range",
-        Change("triton.triton_tiles", "(j < pair.queries(high))", "(j <= pair.queries(high))"),
+        Change("triton.triton_program", "(j < pair.queries(high))", "(j <= pair.queries(high))"),
         kind="window.off-by-one",
         reference="inferred: the end of a range is one past its last key",
     ),

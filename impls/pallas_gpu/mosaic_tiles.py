@@ -1,15 +1,11 @@
-"""Tile operations of the Mosaic GPU kernels: tensor core products, masks, and the online softmax.
+"""Tiles of Mosaic GPU kernels: sizes, which GPUs run them, tensor core products, and the online softmax.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (4)  m_i = max_j z_ij, over the keys so far
     (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
 
-Tiles hold logits divided by their unit, z = unit y, and exponentials are powers of two
-(`impls.flash_gpu.exponentials`).
-
-TMA copies whole tiles of arrays that are padded to whole tiles. So the mask hides padding. The Triton kernels guard
-their loads instead.
+Tiles hold logits divided by their unit, z = unit y, and exponentials are powers of two (`impls.block_arithmetic`).
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
 already has a value. There the same tiles are multiplied as ordinary arrays. So only compilation and a GPU show that the
@@ -19,8 +15,7 @@ instruction is right and that its operands are swizzled correctly.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -30,10 +25,59 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Shaped
 
-from cases.masks import And, Lengths, Mask, Or
-from impls.flash_gpu.exponentials import LOG2_E, replace_neg_inf
-from impls.flash_gpu.tile_schedule import FlashGpuPlan, name_leaf
-from impls.jax_compat import Interpret, Scalar
+from impls.block_arithmetic import LOG2_E, replace_neg_inf
+from impls.jax_compat import Interpret, Scalar, get_cuda_version
+
+ROWS = 64
+"""Rows of the matrix product that one warpgroup computes."""
+
+SWIZZLE_BYTES = 128
+"""Bytes of the widest swizzle."""
+
+LANES = SWIZZLE_BYTES // 2
+"""Head depths are padded to a multiple of this: the widest swizzle in two-byte elements."""
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory per thread block on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
+
+
+def allocate_tile(dtype: Any, *sizes: int) -> Any:
+    """Allocate tiles in shared memory, in the layout that TMA writes and `wgmma` reads: rows of 128 bytes, swizzled."""
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    return plgpu.SMEM(sizes, dtype, transforms=transforms)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Round `size` up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+"""Names of Hopper GPUs: JAX's device kind contains one of them."""
+
+NO_HOPPER = "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
+"""Why a Mosaic GPU kernel is not run on this machine."""
+
+# CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
+# (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
+_MISCOMPILING_CUDA = range(12080, 12091)
+
+
+def find_device_limit(kind: str) -> str | None:
+    """Return why Mosaic kernels do not run on a GPU of this kind, or None if they do; `kind` is JAX's device kind."""
+    if any(name in kind for name in HOPPER):
+        return None
+    return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+
+
+def find_compiler_limit() -> str | None:
+    """Return why Mosaic kernels with masks must not be compiled by this process's CUDA, or None if they may."""
+    version = get_cuda_version()
+    if version not in _MISCOMPILING_CUDA:
+        return None
+    return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
+
 
 SUM_COLUMNS = 8
 """Number of partial sums per row. Partial sum `c` adds the columns `c`, `c + 8`, `c + 16` and so on.
@@ -73,16 +117,6 @@ class RunningSoftmax(NamedTuple):
     maximum: Float32[Array, " rows"]  # m times log2(e)
     total: Float32[Array, "rows ..."]  # [rows, SUM_COLUMNS] until all keys are seen, then [rows]
     out: Float32[Array, "rows V"]
-
-
-class PairSpan(NamedTuple):
-    """Start and sizes of a tile of query/key pairs of one batch row."""
-
-    batch: Scalar
-    q_start: Scalar
-    kv_start: Scalar
-    queries: int
-    keys: int
 
 
 def multiply(
@@ -132,55 +166,6 @@ def broadcast_over_keys(x: Shaped[Array, " rows"], keys: int) -> Shaped[Array, "
 def broadcast_over_queries(x: Shaped[Array, " columns"], keys: int) -> Shaped[Array, "{keys} columns"]:
     """Broadcast a value per column over `keys` rows."""
     return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
-
-
-def compute_allowed(
-    plan: FlashGpuPlan, inputs: dict[str, Any], span: PairSpan, ids: tuple[Any, Any] | None, *, keys_first: bool
-) -> Any:
-    """Compute which positions of a tile may attend, `[queries, keys]` or `[keys, queries]`.
-
-    Args:
-      plan: static part of the call.
-      inputs: references by name, among them the lengths of masks.
-      span: the tile.
-      ids: segment ids of the tile's queries and of its keys.
-      keys_first: whether keys are the first axis.
-    """
-    shape = (span.keys, span.queries) if keys_first else (span.queries, span.keys)
-    q_axis, kv_axis = (1, 0) if keys_first else (0, 1)
-    i = lax.broadcasted_iota(jnp.int32, shape, q_axis) + span.q_start
-    j = lax.broadcasted_iota(jnp.int32, shape, kv_axis) + span.kv_start
-    found = _evaluate_mask(plan.mask, inputs, span, i, j, itertools.count())
-    if plan.q_length % span.queries:
-        found = found & (i < plan.q_length)  # else keys that only padding queries see would count as seen
-    if plan.kv_length % span.keys:
-        found = found & (j < plan.kv_length)
-    if ids is not None:
-        q_ids, kv_ids = ids
-        found = found & (
-            lax.broadcast_in_dim(q_ids, shape, (q_axis,)) == lax.broadcast_in_dim(kv_ids, shape, (kv_axis,))
-        )
-    return found
-
-
-def _evaluate_mask(
-    mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Scalar, j: Scalar, places: Iterator[int]
-) -> Any:
-    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.iter_leaves`."""
-    if isinstance(mask, And | Or):
-        left = _evaluate_mask(mask.left, inputs, span, i, j, places)
-        right = _evaluate_mask(mask.right, inputs, span, i, j, places)
-        return left & right if isinstance(mask, And) else left | right
-    name = name_leaf(next(places))
-    if isinstance(mask, Lengths):
-        return (i >= 0) & (j < inputs[name][span.batch])
-    return mask.allowed(i, j)
-
-
-def zero_unseen_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
-    """Zero the rows of `tile [keys, .]` that no query of `keys_seen [keys, queries]` may attend to."""
-    seen = jnp.max(jnp.where(keys_seen, 1.0, 0.0), axis=1)
-    return jnp.where(broadcast_over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
 def compute_logits(plan: TileArithmetic, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -1,0 +1,1 @@
+"""Parts that the Pallas kernels for TPUs share."""
