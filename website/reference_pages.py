@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from website import measurement_tables
+
 PIPE = r"\|"
 """A `|` in a cell of a table, as GitHub needs it in code spans too."""
 _MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
@@ -231,5 +233,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "features": format_features,
     "record-schema": format_record_schema,
     "upstream-findings": format_upstream_findings,
+    **measurement_tables.PARTS,
 }
 """The generated parts by the names that pages use."""
