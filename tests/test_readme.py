@@ -28,7 +28,7 @@ from website import reference_pages
 from website.fences import find_fences, split_at_code
 
 ROOT = Path(__file__).parent.parent
-MARKER = r"(?m)^<!-- generated: ([\w-]+) -->$"
+MARKER = r"(?m)^<!-- generated: ([\w-]+) -->"
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(path.relative_to(ROOT)): reference_pages.fill_in(path.read_text())
