@@ -11,10 +11,10 @@ the other, each in a process of its own with a limit of time. The folder is comp
 is kept when the time ends, on Ctrl-C, and where a step crashes.
 
 A kernel is judged before it is timed. Times of a kernel that was not judged green in the same run are marked so, and
-are no results: `docs/generate_measurements.py` does not show them.
+are no results: `website/measurement_tables.py` does not show them.
 
-The script is beside `generate_measurements.py`, which makes a page of `times.json` once that is copied to
-`docs/measurements/data/chips`. It is not in `conformance`, which names no implementation.
+The site shows `times.json` once that is copied to `docs/measurements/data/chips`. The script is not in
+`conformance`, which names no implementation.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from cases import mask_spec
-from cases.case import FEATURES, OPT_IN
 from cases.case_id import parse_case_id
 from conformance import Implementation, cli
 from conformance.check_api.scopes import SCOPES
@@ -29,9 +28,10 @@ from website import reference_pages
 from website.fences import find_fences, split_at_code
 
 ROOT = Path(__file__).parent.parent
+MARKER = r"(?m)^<!-- generated: ([\w-]+) -->"
 README = (ROOT / "README.md").read_text()
 PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
+    str(path.relative_to(ROOT)): reference_pages.fill_in(path.read_text())
     for path in sorted((ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")))
     if path.parent.name != "how-to"  # tests/docs runs their blocks
 }
@@ -162,10 +162,16 @@ def test_the_commands_to_set_up_are_these_two() -> None:
     ]
 
 
-def test_every_generated_part_is_on_a_page_and_none_is_unknown() -> None:
-    marked = re.findall(r"^<!-- generated: ([\w-]+) -->$", "\n".join(PAGES.values()), re.MULTILINE)
-    assert set(marked) <= set(reference_pages.PARTS)
-    assert {"command-line", "pytest-options", "record-schema"} <= set(marked)
+def test_every_generated_part_is_on_one_page() -> None:
+    marked = [name for path in (ROOT / "docs").rglob("*.md") for name in re.findall(MARKER, path.read_text())]
+    assert sorted(marked) == sorted(reference_pages.PARTS)
+
+
+@pytest.mark.parametrize("part", reference_pages.PARTS)
+def test_every_table_of_a_generated_part_has_as_many_cells_as_columns(part: str) -> None:
+    tables = [block for block in reference_pages.PARTS[part]().split("\n\n") if block.startswith("| ")]
+    for table in tables:
+        assert len({row.replace("\\|", "").count("|") for row in table.splitlines()}) == 1, table.partition("\n")[0]
 
 
 def test_the_generated_command_line_has_every_command_and_option() -> None:
@@ -195,13 +201,6 @@ def test_every_setting_is_described() -> None:
 def test_every_scope_is_described() -> None:
     described = [name for name, _ in rows("docs/checks.md", "scope", "cases")]
     assert sorted(described) == sorted(scope.name for scope in SCOPES)
-
-
-def test_every_feature_is_described() -> None:
-    mark = " (*opt-in*)"
-    described = {names(name)[0]: text for name, text in rows("docs/features.md", "feature", "is")}
-    others = {name: text for name, text in FEATURES.items() if name not in kinds_of_masks()}
-    assert described == {name: text + mark * (name in OPT_IN) for name, text in others.items()}
 
 
 def test_every_kind_of_mask_has_its_feature_in_the_contract() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, InclusionLevel
 
-from website import fences, reference_pages
+from website import fences, measurement_tables, reference_pages
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 # Documents outside `docs`, and the page of the site that shows each.
 MIRRORED = {".github/CONTRIBUTING.md": "contributing.md"}
-# Pages in HTML outside `docs`, and where the site has them.
-COPIED = {"reports/state-of-attention.html": "state-of-attention-table.html"}
 # Files that pages of the site link to under another name.
-ALIASES = {"README.md": "index.md", **MIRRORED, **COPIED}
+ALIASES = {"README.md": "index.md", **MIRRORED}
 # Only the end of a link: its text may hold code spans.
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".md": "markdown", ".json": "json", ".sh": "sh"}
@@ -36,14 +34,15 @@ _LARGEST_FILE = 200_000  # bytes shown of one file; measured tables are larger, 
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the mirrored documents, the copied pages, and a page for each source file that a page links to."""
+    """Add the mirrored documents, the page of the survey, and a page for each source file that a page links to."""
     linked: set[str] = set()
     for source, uri in MIRRORED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         linked |= set(_find_source_links(text, source))
         files.append(File.generated(config, uri, content=rewrite_links(text, source, uri)))
-    for source, uri in COPIED.items():
-        files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+    files.append(
+        File.generated(config, measurement_tables.SURVEY_PAGE, content=measurement_tables.render_survey_page())
+    )
     for file in list(files.documentation_pages()):
         source = _find_source(file.src_uri)
         linked |= set(_find_source_links(file.content_string, source))

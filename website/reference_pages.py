@@ -1,7 +1,8 @@
 """Generate the parts of reference pages that follow from code.
 
-A page asks for a part by a comment of its own line, for example `<!-- generated: command-line -->`. The comment is
-replaced when the site is built, so no generated text is kept in the repository.
+A page asks for a part by a comment at the start of a line, for example `<!-- generated: command-line -->`. The line is
+replaced when the site is built, so no generated text is kept in the repository. What follows the comment is for readers
+of the repository.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from website import measurement_tables
+
 PIPE = r"\|"
 """A `|` in a cell of a table, as GitHub needs it in code spans too."""
-_MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->.*$", re.MULTILINE)
 
 
 def fill_in(page: str) -> str:
@@ -231,5 +234,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "features": format_features,
     "record-schema": format_record_schema,
     "upstream-findings": format_upstream_findings,
+    **measurement_tables.PARTS,
 }
 """The generated parts by the names that pages use."""

@@ -18,26 +18,23 @@ from reports import measurements, runs
 from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement
 from reports.records import UNSUPPORTED
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
+from website import measurement_tables
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SCRIPT = DOCS / "measure_on_chip.py"
 CASE = "train/f32/B1.T64.S64.N2.K2.H16.V16/causal/normal/s0"
 
 
-def load(name: str) -> ModuleType:
-    """Load a script of `docs`, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """Load the script, which is in no package."""
+    spec = importlib.util.spec_from_file_location("measure_on_chip", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules["measure_on_chip"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load("measure_on_chip")
 
 
 def run_trial(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +77,7 @@ def test_a_whole_trial_judges_times_and_makes_a_page(tmp_path: Path) -> None:
     chips = tmp_path / "chips"
     chips.mkdir()
     (chips / "trial.json").write_text(json.dumps(found))
-    page = load("generate_measurements").build_chip_page(chips)
+    page = measurement_tables.format_chips(chips)
     assert "`block_flash` against `jax_nn_xla`" in page
     assert "`ragged` (not judged)" in page
     assert "| `ragged` |" not in page
@@ -214,7 +211,7 @@ def test_every_case_of_the_plan_for_gpus_is_one_that_its_kernels_take(script: Mo
 def test_the_rate_of_decoding_counts_stored_bytes(cache: str, layout: str, rate: str) -> None:
     case = f"decode/bf16/B2.T1.S1024.N8.K2.H64.V64/own-linf-1024-1024{cache}/paged16/normal/s0"
     row = {"case": case, "kernel": "paged_gpu", "seconds": {"median": 2 * 2 * 1024 * 2 * 128 / 4e12}}
-    cells = load("generate_measurements")._list_decode_cells(row)
+    cells = measurement_tables._list_decode_cells(row)
     assert (cells[0], cells[-1]) == (layout, f"{rate} TB/s")
 
 
@@ -222,7 +219,7 @@ def test_the_page_counts_in_how_many_calls_ours_is_faster(tmp_path: Path) -> Non
     found = json.loads((DOCS / "measurements/data/chips/h100-2026-11-26.json").read_text(encoding="utf-8"))
     found["comparisons"] = found["comparisons"][:3]
     (tmp_path / "one.json").write_text(json.dumps(found))
-    page = load("generate_measurements").build_chip_page(tmp_path)
+    page = measurement_tables.format_chips(tmp_path)
     assert "forward in 1 of 3 calls" in page
     assert "backward in 1 of 3 calls" in page
     assert found["provenance"] in page
