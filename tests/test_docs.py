@@ -128,7 +128,8 @@ def _mentions(file: Path, names: list[str]) -> bool:
     text = file.read_text(encoding="utf-8")
     if not names or re.search(rf"\b{names[0]}\b", text) is not None:
         return True
-    return any(is_there(f"{module}.{names[0]}") for module in re.findall(r"^from ([\w.]+) import \*", text, re.MULTILINE))
+    starred = re.findall(r"^from ([\w.]+) import \*", text, re.MULTILINE)
+    return any(is_there(f"{module}.{names[0]}") for module in starred)
 
 
 def masks(kind: type[Any] = Mask) -> Iterator[str]:
