@@ -39,8 +39,8 @@ that repeats each row.
 ## The newest versions
 
 - **conforms**: no failure in any judged case. **Conforms as declared**: so too, but the function rounds more than the
-  defaults, takes masks in another way, says what its empty rows are, or lacks a result. The table with all features says
-  what it declares.
+  defaults, takes masks in another way, says what its empty rows are, or lacks a result. The table with all features
+  says what it declares.
 - **wrong**: it gives wrong results, or raises where its documentation allows the call. Each failure belongs to a
   finding, which has a page with a short script that shows the fault. In brackets: the dtype and the features that all
   its failures have.
