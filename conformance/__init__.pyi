@@ -10,7 +10,7 @@ from conformance.api.report import Report as Report
 from conformance.execution.module_adapters import identity_projection as identity_projection
 from conformance.execution.module_adapters import name_axes as name_axes
 from conformance.reference.attention import reference_attention as reference_attention
+from impls.contract.declarations import Arithmetic as Arithmetic
 from impls.contract.declarations import declare as declare
 from impls.contract.implementation import Accelerator as Accelerator
-from impls.contract.implementation import Arithmetic as Arithmetic
 from impls.contract.implementation import Implementation as Implementation

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
 
-from impls.contract.implementation import Products
+from impls.contract.declarations import Products
 
 Ref = Any
 """A reference to memory inside a Pallas kernel; JAX's type of it is private."""

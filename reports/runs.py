@@ -60,7 +60,7 @@ class Kernel:
       package: the package that installed the implementation, with the version; empty if no package did.
       source: a digest of its source, if the version does not identify the source.
       declared: its declarations that can be stored as data, including its arithmetic.
-      asks_less: its declarations that are weaker than the defaults, as they are written in code.
+      asks_less: its declarations, as they are written in code, what it lacks, and limits that were raised.
       block_lengths: the usual block lengths (64 to 1024) that it accepts as sequence lengths; empty if it accepts all.
       arrays: the sizes of the covering arrays that it is judged with.
       declined: the number of cases of its grids that it does not support.
@@ -152,7 +152,7 @@ class Run:
         """Return, by name, the facts in which two runs must agree to compare their records of an implementation."""
         kernel = self.kernels.get(implementation, Kernel())
         known = {
-            "declared": records.serialize_strict_json(kernel.declared),
+            "declared": records.serialize_strict_json(dict(sorted(kernel.declared.items()))),
             "package": kernel.package,
             "source": kernel.source,
         }

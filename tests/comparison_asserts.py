@@ -19,7 +19,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import get_dtype_name
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from reports.records import PASS
 
 TOLERANCES = tolerances.load_default_tolerances()

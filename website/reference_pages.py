@@ -8,10 +8,12 @@ of the repository.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -87,6 +89,31 @@ def format_features() -> str:
 
     rows = ((f"`{name}`", f"{text}{' (*opt-in*)' if name in OPT_IN else ''}") for name, text in FEATURES.items())
     return _format_table(("feature", "what it is"), rows)
+
+
+def format_declarations(name: str) -> str:
+    """Format the declarations that a class of the contract's table adds: values, what they say and what they loosen."""
+    from impls.contract import declarations
+
+    kind = getattr(declarations, name)
+    hints, inherited = get_type_hints(kind), {name for base in kind.__bases__ for name in get_type_hints(base)}
+    rows = (
+        (f"`{field.name}`", _list_values(field.default, hints[field.name]), *field.metadata.values())
+        for field in declarations.list_fields(kind)
+        if field.name not in inherited
+    )
+    return _format_table(("declaration", "values, the default first", "says", "loosens"), rows)
+
+
+def _list_values(default: object, hint: Any) -> str:
+    """List the values that a declaration may have, or their types, the default first."""
+    parts = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+    if hint is bool:
+        parts = (Literal[True, False],)
+    listed = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    values = [repr(value).replace("'", '"') for value in dict.fromkeys([default, *listed])]
+    kinds = [re.sub(r"\w+\.", "", inspect.formatannotation(part)) for part in parts if get_origin(part) is not Literal]
+    return ", ".join(f"`{text}`" for text in dict.fromkeys([*values, *kinds]) if text != "NoneType")
 
 
 def format_record_schema() -> str:
@@ -232,6 +259,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "pytest-options": format_pytest_options,
     "checks": format_checks,
     "features": format_features,
+    "arithmetic": functools.partial(format_declarations, "Arithmetic"),
+    "formulas": functools.partial(format_declarations, "Formulas"),
+    "behaviour": functools.partial(format_declarations, "Behaviour"),
+    "conventions": functools.partial(format_declarations, "Conventions"),
+    "declaration": functools.partial(format_declarations, "Declaration"),
     "record-schema": format_record_schema,
     "upstream-findings": format_upstream_findings,
     **measurement_tables.PARTS,

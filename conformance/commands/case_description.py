@@ -14,7 +14,8 @@ from conformance.execution.executor import Executor
 from conformance.judging import discrimination
 from conformance.truth import roundoff
 from conformance.truth.tolerances import Tolerances
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 
 _DISTRIBUTIONS = {
     "normal": "normal values, logits of standard deviation 1",

@@ -24,7 +24,8 @@ from conformance import packages
 from conformance.execution import kernel_errors
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.workload_adapters import build_workload_implementation
-from impls.contract.implementation import Accelerator, Implementation, Products
+from impls.contract.declarations import Products
+from impls.contract.implementation import Accelerator, Implementation
 from reports.printable_text import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"

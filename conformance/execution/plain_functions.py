@@ -43,11 +43,17 @@ from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
 from conformance.execution.refused_calls import refuse_by_value_error
 from conformance.execution.segment_padding import mark_padding
-from impls.contract.declarations import get_declaration, unwrap_partial
-from impls.contract.implementation import (
-    Implementation,
+from impls.contract.declarations import (
+    Arithmetic,
+    Behaviour,
+    Conventions,
+    Formulas,
     Products,
+    get_declaration,
+    list_declared,
+    unwrap_partial,
 )
+from impls.contract.implementation import Implementation
 
 _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
 _OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
@@ -81,6 +87,10 @@ def build_implementation(
     parameters = _find_options(signature, name, known, operands)
     others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = get_declaration(function)
+    if products is not None:
+        declaration = dataclasses.replace(declaration, products=products)
+    if "soft_cap" not in parameters:  # the cap is the last step of `score_mod`, which comes after the bias
+        declaration = dataclasses.replace(declaration, soft_cap="after_bias")
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
     pulled = () if form is not None and form.is_cache else ("q", "k", "v", *(n for n in has if n in GRADIENT_OF))
     differentiated = frozenset(GRADIENT_OF if declaration.gradients is None else declaration.gradients)
@@ -88,7 +98,7 @@ def build_implementation(
     constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
     invoke = refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
-    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
+    narrow = "input" in (declaration.logits, declaration.softmax)
 
     def call_by_position(*operands: Any, **options: Any) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
@@ -123,7 +133,7 @@ def build_implementation(
         name=name,
         call=call,
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
-        unsupported={**_list_missing_features(parameters, others), **declaration.unsupported},
+        unsupported={**_list_missing_features(parameters, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has) | (parameters & {"moba"}) | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             parameters,
@@ -134,23 +144,17 @@ def build_implementation(
             scales=plain_storage.find_required_scales(signature, form),
             empty_sequences=declaration.empty_sequences,
         ),
-        arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
-        # Without a parameter for the soft cap, the cap is the last step of `score_mod`, which comes after the bias.
-        formulas=declaration.formulas
-        if "soft_cap" in parameters
-        else dataclasses.replace(declaration.formulas, soft_cap="after_bias"),
+        arithmetic=Arithmetic(**declaration.select(Arithmetic)),
+        formulas=Formulas(**declaration.select(Formulas)),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,
-        unordered_sums=frozenset(declaration.unordered_sums),
-        empty_rows=declaration.empty_rows,
-        memory=declaration.memory,
-        behind_mask=declaration.behind_mask,
+        **declaration.select(Behaviour),
         lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,
-        conventions=declaration.conventions,
+        conventions=list_declared(declaration, Conventions),
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()

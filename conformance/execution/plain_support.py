@@ -17,7 +17,9 @@ from cases.masks import Causal, Full, Lengths, Mask, MaskFunction, Window, has_f
 from cases.moba_mask import Moba, depends_on_data
 from cases.storage_forms.form_registry import FORMS
 from conformance.execution import plain_storage
-from impls.contract.implementation import CausalFrom, Lowering, OpenSide
+from impls.contract.argument_validation import validate_arguments
+from impls.contract.declarations import CausalFrom, OpenSide
+from impls.contract.implementation import Lowering
 
 
 def suggest_parameters(name: str, others: Iterable[str]) -> str:
@@ -26,6 +28,7 @@ def suggest_parameters(name: str, others: Iterable[str]) -> str:
     return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
 
 
+@validate_arguments
 @dataclasses.dataclass(frozen=True)
 class PlainSupport:
     """A callable that says whether a plain function supports a case, by its signature and its declarations.

@@ -28,7 +28,8 @@ from cases.storage_forms.page_writes import clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors
-from impls.contract.implementation import Accelerator, BehindMask, Formulas, Implementation
+from impls.contract.declarations import BehindMask, Formulas
+from impls.contract.implementation import Accelerator, Implementation
 
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6

@@ -20,7 +20,8 @@ import numpy as np
 from cases.front_ends import slice_last_third
 from cases.named_problems import index_problems
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
-from impls.contract.implementation import Implementation, Products
+from impls.contract.declarations import Products
+from impls.contract.implementation import Implementation
 
 Workload = Callable[..., Any]
 # The nonzero entries of the projections for latent attention: signed powers of two, so that products with them are

@@ -1,7 +1,7 @@
-"""List the lenient declarations of an implementation, and those that might explain a failure.
+"""List what an implementation declares, and the declarations that might explain a failure.
 
-A lenient declaration makes the judge ask less of the implementation than by default. Reports list such declarations.
-The second judgement of a failure (`conformance.judging.rejudgement`) tries those that are not made.
+Reports list the former. The second judgement of a failure (`conformance.judging.rejudgement`) tries declarations that
+are not made and by which the judge asks less of the implementation than by default.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 from cases.case import Case
 from cases.operand import OptionalOperand
-from cases.operand_registry import GRADIENTS, OPTIONAL
+from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS
-from impls.contract.implementation import Arithmetic, Formulas, Implementation
+from impls.contract.declarations import Arithmetic, Behaviour, Formulas, format_declaration, list_declared
+from impls.contract.implementation import Implementation
 
 # Fields of `Arithmetic` to try as an explanation of a failure, in this order: the first table for f32 operands, the
 # second for bf16 and f16.
@@ -40,8 +41,6 @@ _OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
     {"logsumexp_base": 2, "logsumexp_sink": False},
     {"soft_cap": "before_bias"},
 )
-# Fields of `Arithmetic` whose non-default value asks more of an implementation than the default.
-_STRICTER_FIELDS = frozenset({"probabilities"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +69,10 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
     """
     if implementation.behind_mask == "any":
         finite = dataclasses.replace(implementation, behind_mask="finite")
-        yield Remedy(_format_declaration("behind_mask", "finite"), finite)
+        yield Remedy(format_declaration("behind_mask", "finite"), finite)
     for formulas in _OTHER_FORMULAS:
         if implementation.formulas == Formulas() and all(_matters(name, implementation, case) for name in formulas):
-            written = ", ".join(_format_declaration(name, value) for name, value in formulas.items())
+            written = ", ".join(format_declaration(name, value) for name, value in formulas.items())
             yield Remedy(written, dataclasses.replace(implementation, formulas=Formulas(**formulas)))
     declared = implementation.arithmetic
     seen = set()
@@ -84,7 +83,7 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
             if getattr(declared, name) == getattr(Arithmetic(), name)
             and (name != "group_sums" or case.num_q_heads > case.num_kv_heads)
         }
-        written = ", ".join(_format_declaration(name, value) for name, value in fields_to_add.items())
+        written = ", ".join(format_declaration(name, value) for name, value in fields_to_add.items())
         if fields_to_add and written not in seen:
             seen.add(written)
             arithmetic = dataclasses.replace(declared, **fields_to_add)
@@ -101,29 +100,14 @@ def _matters(formula: str, implementation: Implementation, case: Case) -> bool:
     return {"logsumexp_sink": bool(case.sinks), "logsumexp_empty": has_zero_rows}.get(formula, True)
 
 
-def list_lenient_declarations(implementation: Implementation) -> list[str]:
-    """List the declarations by which an implementation asks for less than the defaults, as they are written in code.
-
-    Other formulas and conventions than the contract's are listed too, although they ask for nothing less.
-    """
-    default = Arithmetic()
-    lenient = [
-        _format_declaration(field.name, value)
-        for field in dataclasses.fields(default)
-        if field.name not in _STRICTER_FIELDS
-        and (value := getattr(implementation.arithmetic, field.name)) != getattr(default, field.name)
+def list_declarations(implementation: Implementation) -> list[str]:
+    """List what an implementation declares, as it is written in code, and the gradients that it lacks."""
+    found = [
+        *list_declared(implementation.arithmetic, Arithmetic),
+        *list_declared(implementation, Behaviour),
+        *list_declared(implementation.formulas, Formulas),
+        *implementation.conventions,
     ]
-    if implementation.behind_mask == "finite":
-        lenient.append(_format_declaration("behind_mask", "finite"))
-    lenient += [
-        _format_declaration(field.name, value)
-        for field in dataclasses.fields(Formulas)
-        if (value := getattr(implementation.formulas, field.name)) != field.default
-    ]
-    if implementation.unordered_sums:
-        names = tuple(name for name in GRADIENTS if name in implementation.unordered_sums)
-        lenient.append(f"unordered_sums={names}".replace("'", '"'))
-    lenient += implementation.conventions
     form = None if implementation.storage is None else FORMS[implementation.storage]
     stored = form is not None and not form.is_dense  # the implementation takes packed sequences or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
@@ -133,21 +117,16 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
             operand.gradient for operand in OPTIONAL if operand.gradient and _accepts_operand(implementation, operand)
         )
         lacking = [name for name in (*required, *optional) if name not in implementation.gradients]
-        lenient += [f"no {' '.join(lacking)}"] if lacking else []
+        found += [f"no {' '.join(lacking)}"] if lacking else []
         if (
             "logsumexp" in implementation.residuals - implementation.differentiable_residuals
             and implementation.gradients
         ):
-            lenient.append("no gradient of logsumexp")
-    return lenient
+            found.append("no gradient of logsumexp")
+    return found
 
 
 def _accepts_operand(implementation: Implementation, operand: OptionalOperand) -> bool:
     """Tell whether the implementation takes an optional operand."""
     offered = operand.name in implementation.offers if operand.opt_in else True
     return offered and operand.name not in implementation.unsupported
-
-
-def _format_declaration(name: str, value: object) -> str:
-    """Format one declaration as a keyword argument."""
-    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"

@@ -6,7 +6,6 @@ never merged.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import secrets
@@ -18,8 +17,9 @@ from typing import Any
 from conformance import environment
 from conformance.execution import implementation_registry, source_digests
 from conformance.judging.block_coverage import find_block_lengths
-from conformance.judging.declarations import list_lenient_declarations
+from conformance.judging.declarations import list_declarations
 from conformance.judging.run_plan import Plan
+from conformance.sandbox import declaration_codec
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import tolerances
@@ -28,27 +28,8 @@ from reports.runs import OWN_PROCESS, Kernel, PlannedJob, Run
 
 _PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("cases", "conformance", "impls", "reports")
-# Fields of `Implementation` that are plain data and decide how the implementation is judged.
-_DATA_FIELDS = (
-    "unsupported",
-    "offers",
-    "arithmetic",
-    "formulas",
-    "residuals",
-    "differentiable_residuals",
-    "gradients",
-    "unordered_sums",
-    "empty_rows",
-    "behind_mask",
-    "validates",
-    "memory",
-    "checkpoint_names",
-    "refuses_by_signature",
-    "devices",
-    "conventions",
-)
-# Fields of `Implementation` that hold functions or None. Whether a function is given decides which checks run.
-_FUNCTION_FIELDS = ("parts", "merge", "front_end", "supports_case", "tunable")
+# Fields of `Implementation` that decide nothing about how it is judged, or that others imply.
+_WITHOUT_EFFECT = ("name", "description", "storage", "writes_pages")
 
 
 def build_run(
@@ -163,7 +144,7 @@ def _describe_kernel(
         package=package,
         source=source,
         declared=_collect_declarations(implementation),
-        asks_less=(*list_lenient_declarations(implementation), *raised),
+        asks_less=(*list_declarations(implementation), *raised),
         block_lengths=tuple(find_block_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,
@@ -183,23 +164,11 @@ def _describe_place(implementation: Implementation, kernels: KernelOptions) -> s
 
 def _collect_declarations(implementation: Implementation) -> dict[str, Any]:
     """Collect the declarations of the implementation, as plain data."""
-    declared: dict[str, Any] = {name: _to_plain_data(getattr(implementation, name)) for name in _DATA_FIELDS}
-    declared |= {name: getattr(implementation, name) is not None for name in _FUNCTION_FIELDS}
-    accelerator = implementation.accelerator
-    accelerator_data = {
-        "platform": accelerator.platform,
-        "interpreted": accelerator.interpreted,
-        "absent": accelerator.absent,
+    declared = declaration_codec.serialize_declarations(implementation)
+    accelerator = {name: declared["accelerator"][name] for name in ("platform", "interpreted", "absent")}
+    return {name: value for name, value in declared.items() if name not in _WITHOUT_EFFECT} | {
+        "supports_case": implementation.supports_case is not None,
+        "tunable": implementation.tunable is not None,
+        "variants": sorted(implementation.variants),
+        "accelerator": accelerator,
     }
-    return declared | {"variants": sorted(implementation.variants), "accelerator": accelerator_data}
-
-
-def _to_plain_data(value: Any) -> Any:
-    """Convert the value of a declaration to lists, dictionaries, strings and numbers, which JSON can hold."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return {name: value[name] for name in sorted(value)}
-    return list(value) if isinstance(value, tuple) else value

@@ -1,64 +1,47 @@
 """Serialize the declarations of an implementation in its process, and rebuild an implementation from them in the judge.
 
-The rebuilt implementation has all declarations. Its functions are proxies, which call the kernel's process.
+How a field travels follows from its type. The rebuilt implementation has all declarations. Its functions are proxies,
+which call the kernel's process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cases.case import Case
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
 from conformance.sandbox.handshake import MAX_TEXT
-from impls.contract.implementation import Accelerator, Arithmetic, Formulas, Implementation
+from impls.contract.implementation import Implementation
 from reports.printable_text import make_printable
 
-_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients", "unordered_sums")
-_PLAIN_FIELDS = (
-    *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
-    "writes_pages",
-)
+# Fields of `Implementation` that only its own process needs. The judge has a proxy for `call`.
+_KEPT = ("call", "lower_mask", "tunable")
 
 
 def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
     """Return the declarations of an implementation as plain data: numbers, strings, lists and dicts."""
-    support, accelerator = implementation.supports_case, implementation.accelerator
     return {
-        **{name: getattr(implementation, name) for name in _PLAIN_FIELDS},
-        **{name: sorted(getattr(implementation, name)) for name in _SET_FIELDS},
-        "unsupported": dict(implementation.unsupported),
-        "arithmetic": dataclasses.asdict(implementation.arithmetic),
-        "formulas": dataclasses.asdict(implementation.formulas),
-        "storage": implementation.storage,
-        "checkpoint_names": list(implementation.checkpoint_names),
-        "conventions": list(implementation.conventions),
-        "variants": list(implementation.variants),
-        "parts": implementation.parts is not None,
-        "merge": implementation.merge is not None,
-        "front_end": implementation.front_end is not None,
-        "accelerator": {
-            "platform": accelerator.platform,
-            "interpreted": accelerator.interpreted,
-            "absent": accelerator.absent,
-            "native": accelerator.native is not None,
-            "under_interpreter": accelerator.under_interpreter is not None,
-        },
-        "asks": support is not None and not isinstance(support, PlainSupport),
-        "plain": {
-            "parameters": sorted(support.parameters),
-            "causal": support.causal,
-            "narrow": support.narrow,
-            "storage": support.storage,
-            "others": list(support.others),
-            "scales": list(support.scales),
-            "empty_sequences": support.empty_sequences,
-        }
-        if isinstance(support, PlainSupport)
-        else None,
+        name: _serialize(getattr(implementation, name), hint)
+        for name, hint in _read_hints(Implementation).items()
+        if name not in _KEPT
     }
+
+
+def _serialize(value: Any, hint: Any) -> Any:
+    """Return a value as plain data. Of a function, only its presence is known elsewhere."""
+    if dataclasses.is_dataclass(value):
+        return {name: _serialize(getattr(value, name), part) for name, part in _read_hints(type(value)).items()}
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Mapping:
+        return {name: _serialize(item, parts[1]) for name, item in value.items()}
+    if _is_function(hint):
+        return value is not None
+    if kind in (frozenset, Collection):
+        return sorted(value)
+    return list(value) if kind is tuple else value
 
 
 def parse_declarations(
@@ -73,49 +56,51 @@ def parse_declarations(
         for this.
 
     Raises:
+      KeyError: if a declaration is missing.
       TypeError: if a declaration has a value of a wrong type.
       ValueError: if a declaration has a value that no implementation may declare.
     """
-    names = (*declared["variants"], *declared["checkpoint_names"], *declared["conventions"])
+    hints = {name: hint for name, hint in _read_hints(Implementation).items() if name not in _KEPT}
+    fields = {name: _parse(declared[name], hint, call) for name, hint in hints.items()}
+    names = (*fields["variants"], *fields["checkpoint_names"], *fields["conventions"])
     if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
         raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
-    functions: dict[str, Any] = {name: call if declared[name] else None for name in ("parts", "merge", "front_end")}
-    accelerator = dict(declared["accelerator"])
-    for name in ("native", "under_interpreter"):
-        accelerator[name] = call if accelerator[name] else None
-    supports: Callable[[Case], str | None] | None = query_support if declared["asks"] else None
-    if declared["plain"] is not None:
-        plain = declared["plain"]
-        supports = PlainSupport(
-            frozenset(plain["parameters"]),
-            plain["causal"],
-            bool(plain["narrow"]),
-            plain["storage"],
-            tuple(map(make_printable, plain["others"])),
-            tuple(map(make_printable, plain["scales"])),
-            bool(plain["empty_sequences"]),
-        )
-    fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
-    fields |= {name: frozenset(declared[name]) for name in _SET_FIELDS}
-    found = Implementation(
-        call=call,
-        **fields,
-        unsupported=declared["unsupported"],
-        arithmetic=Arithmetic(**declared["arithmetic"]),
-        formulas=Formulas(**declared["formulas"]),
-        storage=declared["storage"],
-        checkpoint_names=tuple(declared["checkpoint_names"]),
-        conventions=tuple(declared["conventions"]),
-        variants=dict.fromkeys(declared["variants"], call),
-        accelerator=Accelerator(**accelerator),
-        supports_case=supports,
-        **functions,
-    )
+    if isinstance(plain := declared["supports_case"], Mapping):
+        support: PlainSupport = _parse(plain, PlainSupport, call)
+        others, scales = (tuple(map(make_printable, names)) for names in (support.others, support.scales))
+        fields["supports_case"] = dataclasses.replace(support, others=others, scales=scales)
+    elif plain:
+        fields["supports_case"] = query_support
+    found = Implementation(call=call, **fields)
     return dataclasses.replace(
         found,
         description=make_printable(found.description[:MAX_TEXT]),
         unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in found.unsupported.items()},
     )
+
+
+def _parse(data: Any, hint: Any, call: Callable[..., Any]) -> Any:
+    """Return the value that plain data stand for; `call` stands for every function."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = _read_hints(hint)
+        return hint(**{name: _parse(item, hints[name], call) for name, item in dict(data).items()})
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Mapping and isinstance(data, Mapping):
+        return {name: _parse(item, parts[1], call) for name, item in data.items()}
+    if _is_function(hint):
+        return call if data else None
+    return kind(data) if kind in (frozenset, tuple) else data
+
+
+def _read_hints(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass by name."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _is_function(hint: Any) -> bool:
+    """Return whether a type is that of functions, or of functions and None."""
+    return Callable in (get_origin(part) for part in (hint, *get_args(hint)))
 
 
 def evaluate_support(executor: Executor, case: Case) -> str | None:

@@ -11,7 +11,8 @@ from conformance.execution import implementation_registry
 from conformance.sandbox import confinement, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
 from conformance.sandbox.policy import SandboxPolicy
-from impls.contract.implementation import Implementation, Products
+from impls.contract.declarations import Products
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

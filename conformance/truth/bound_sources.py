@@ -21,7 +21,7 @@ from conformance.truth.declared_formulas import compute_declared_expectation_for
 from conformance.truth.oracle import Array, EmptyRows
 from conformance.truth.rounding_bounds import Expectation
 from conformance.truth.roundoff import Roundoff
-from impls.contract.implementation import Arithmetic, Formulas
+from impls.contract.declarations import Arithmetic, Formulas
 
 SOURCES = {
     "products": "rounding the products of f32 operands",

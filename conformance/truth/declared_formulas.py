@@ -1,7 +1,7 @@
 """Compute exact results and bounds for the formulas that an implementation declares in place of the contract's.
 
 An implementation may return `logsumexp` in base 2, without the sink, or as +inf in rows without keys
-(`impls.contract.implementation.Formulas`). With `L` for the contract's `logsumexp`, `e` for its cotangent, and `u` for
+(`impls.contract.declarations.Formulas`). With `L` for the contract's `logsumexp`, `e` for its cotangent, and `u` for
 the f32 unit roundoff:
 
 - Base 2: the result is `L / ln 2`. Its bound is `E(L) / ln 2 + u |L| / ln 2`, since a kernel may multiply by `log2(e)`
@@ -30,7 +30,7 @@ from conformance.truth.rounding_bounds import (
     compute_expectation_for_roundoff,
 )
 from conformance.truth.roundoff import Roundoff, U
-from impls.contract.implementation import Arithmetic, Formulas
+from impls.contract.declarations import Arithmetic, Formulas
 
 
 def reorder_terms(problem: Problem, formulas: Formulas) -> Problem:

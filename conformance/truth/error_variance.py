@@ -63,7 +63,7 @@ import numpy as np
 from cases.operand_values import Cotangent, Problem
 from conformance.truth.oracle import Array, Slab, iter_slabs
 from conformance.truth.roundoff import Roundoff, get_dtype_name
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 TERM = 1 / (8 * math.log(2))
 """Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa: `c` in the module docstring."""

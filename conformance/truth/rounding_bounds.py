@@ -82,7 +82,7 @@ from conformance.truth.oracle import (
     pull_back_factors,
 )
 from conformance.truth.roundoff import Roundoff, U
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)

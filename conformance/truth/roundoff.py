@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from cases.operand_values import Problem
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}

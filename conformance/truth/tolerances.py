@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.operand_registry import OBSERVABLES
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 DTYPES = ("f32", "bf16", "f16")
 RMS_MIN_ELEMENTS = 256

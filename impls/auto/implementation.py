@@ -10,7 +10,8 @@ import jax
 from cases.case import Case
 from impls.auto.attention import attention
 from impls.auto.kernel_routes import CANDIDATES, Candidate
-from impls.contract.implementation import Arithmetic, Implementation, structured_mask
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation, structured_mask
 
 
 def build_forced(candidate: Candidate) -> Implementation:

@@ -7,7 +7,8 @@ import functools
 from impls.block_flash.attention import attention, latent_attention
 from impls.block_flash.block_flash_packed import packed_attention
 from impls.block_flash.block_sizes import build_tunable
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 
 # Queries and keys per block of the variants. Neither size divides the other or the usual lengths.
 _VARIANT_BLOCKS = ((32, 48), (80, 24))

@@ -28,7 +28,7 @@ def validate_arguments(target: _Target) -> _Target:
     A NumPy scalar reaches the function as a Python number. All other arguments reach it as they are.
     """
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc] # that of the class
-    parameters = list(inspect.signature(function).parameters)
+    parameters = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
     @functools.wraps(function)
     def validated(*args: Any, **named: Any) -> Any:

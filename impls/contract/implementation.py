@@ -42,77 +42,42 @@ from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import find_refusal, lower_sides
 from impls.contract.argument_validation import validate_arguments
+from impls.contract.declarations import (
+    Arithmetic,
+    Behaviour,
+    BehindMask,
+    CausalFrom,
+    EmptyRows,
+    Formulas,
+    NegativeIds,
+    OpenSide,
+    Products,
+    Refuses,
+    ScaledQ,
+    document,
+)
 from impls.contract.tunable import Tunable
 
-EmptyRows = Literal["zero", "mean", "undefined"]
-BehindMask = Literal["any", "finite"]
-Products = Literal["exact", "tf32", "bf16"]
-CausalFrom = Literal["start", "end"]
-Refuses = Literal["NotImplementedError", "ValueError"]
-ScaledQ = Literal[False, True, "base2"]
-OpenSide = Literal[None, -1, "length"]
-NegativeIds = Literal["ids", "padding"]
-
-
-@validate_arguments
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arithmetic:
-    """The declared arithmetic of an implementation, from which error bounds follow (docs/contract.md, section 6).
-
-    Attributes:
-      products: how f32 operands are multiplied. bf16 and f16 operands always multiply exactly into f32.
-      logits: dtype of the logits between the two products, `"f32"` or `"input"`.
-      softmax: dtype of the softmax, `"f32"` or `"input"`. With `"input"`, the logits and every operation on them, the
-        weights, their sum and the probabilities have the operands' dtype, and so do their gradients. A sum is still
-        accumulated in f32 and rounded at its end.
-      group_sums: dtype in which dk and dv are summed over the query heads of a group, `"f32"` or `"input"`.
-      block_sums: number of keys (for `out` and dq) or queries (for dk and dv) that are summed in f32 before the sum so
-        far is rounded to the operands' dtype; None if the whole sum is in f32.
-      probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
-      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product; `"base2"` if
-        `q * scale * log2(e)` is, for a softmax by powers of 2.
-      residuals: dtype of the returned residuals, `"f32"` or `"input"`.
-      cache: dtype in which stored keys and values, multiplied by their scales, enter a product, `"f32"` or `"input"`.
-    """
-
-    products: Products = "exact"
-    logits: Literal["f32", "input"] = "f32"
-    softmax: Literal["f32", "input"] = "f32"
-    group_sums: Literal["f32", "input"] = "f32"
-    block_sums: int | None = None
-    probabilities: Literal["input", "f32"] = "input"
-    scaled_q: ScaledQ = False
-    residuals: Literal["f32", "input"] = "f32"
-    cache: Literal["f32", "input"] = "f32"
-
-    def __post_init__(self) -> None:
-        if self.block_sums is not None and self.block_sums < 1:
-            raise ValueError(f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums}")
-
-
-@validate_arguments
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Formulas:
-    """The formulas of an implementation where they differ from the contract's (docs/contract.md, section 9).
-
-    Attributes:
-      logsumexp_base: the base of the logarithm in `logsumexp`: `"e"` or 2.
-      logsumexp_sink: whether `logsumexp` includes the sink.
-      logsumexp_empty: `logsumexp` of a row without keys and without a sink that it includes: `"-inf"` or `"inf"`.
-      soft_cap: `"after_bias"` if the soft cap limits logits with the bias and ALiBi, `"before_bias"` if bias and ALiBi
-        are added to capped logits.
-    """
-
-    logsumexp_base: Literal["e", 2] = "e"
-    logsumexp_sink: bool = True
-    logsumexp_empty: Literal["-inf", "inf"] = "-inf"
-    soft_cap: Literal["after_bias", "before_bias"] = "after_bias"
-
-    @property
-    def has_contract_logsumexp(self) -> bool:
-        """Return whether `logsumexp` is that of the contract."""
-        return (self.logsumexp_base, self.logsumexp_sink, self.logsumexp_empty) == ("e", True, "-inf")
-
+__all__ = [
+    "FLOATS",
+    "Accelerator",
+    "Arithmetic",
+    "BehindMask",
+    "CausalFrom",
+    "EmptyRows",
+    "Formulas",
+    "Implementation",
+    "Lowering",
+    "NegativeIds",
+    "OpenSide",
+    "Products",
+    "Refuses",
+    "ScaledQ",
+    "mask_function",
+    "structured_mask",
+    "validate_mask",
+    "validate_operands",
+]
 
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
@@ -170,8 +135,9 @@ class Accelerator:
 
 
 @validate_arguments
+@document
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementation:
+class Implementation(Behaviour):
     """An attention implementation and what it declares.
 
     Attributes:
@@ -188,12 +154,6 @@ class Implementation:
       differentiable_residuals: the returned residuals that carry gradients.
       gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
         does not take are ignored.
-      unordered_sums: the gradients whose sums have another order from call to call, as with atomic additions, so that
-        their last bits differ. Equal calls are then compared within their bounds, not by their bits.
-      empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
-        `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
-      behind_mask: `"any"` if keys and values that no query may attend to may hold anything, NaN included; `"finite"` if
-        they must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (docs/contract.md, section
         7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
@@ -204,7 +164,6 @@ class Implementation:
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       tunable: settings such as block sizes that `python -m conformance tune` may choose.
       variants: by name, other calls that must give the same results, for example with other block sizes or schedules.
-      memory: `"linear"` if the temporary memory of forward and backward pass grows at most linearly with the lengths.
       parts: the call that returns a part (module docstring). Its mask is lowered by `lower_mask`, as for `call`.
       merge: a function that merges a sequence of parts into the part over all their keys; None if it has none of its
         own.
@@ -229,9 +188,6 @@ class Implementation:
     residuals: frozenset[str] = frozenset(RESIDUALS)
     differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
     gradients: frozenset[str] = frozenset(GRADIENTS)
-    unordered_sums: frozenset[str] = frozenset()
-    empty_rows: EmptyRows = "undefined"
-    behind_mask: BehindMask = "any"
     validates: bool = False
     lower_mask: Lowering = structured_mask
     storage: str | None = None
@@ -239,7 +195,6 @@ class Implementation:
     accelerator: Accelerator = Accelerator()
     tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    memory: Literal["linear"] | None = None
     parts: Callable[..., Any] | None = None
     merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
@@ -249,6 +204,7 @@ class Implementation:
     conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.name or not self.name.isprintable():
             raise ValueError(f"name must be text that shows as it is, got {self.name!r}")
         if self.devices < 1:
@@ -260,7 +216,6 @@ class Implementation:
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
-            ("unordered_sums", self.unordered_sums, GRADIENTS),
         ):
             if unknown := sorted(set(names) - set(known)):
                 closest = suggest_name(unknown[0], known)

@@ -7,7 +7,8 @@ import inspect
 from typing import Any
 
 from cases.case import Case
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from impls.dot_product.attention import EINSUMS, attention
 
 _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")

@@ -12,7 +12,8 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Full
 from cases.operand_values import DTYPES
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Ring, Tiles, look_up
 from impls.flash_gpu.flash_gpu_packed import packed_attention

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_unsupported
 from impls.libraries.mask_flags import OTHER_MASKS, build_case_mask

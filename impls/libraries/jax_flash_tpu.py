@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from cases.masks import Mask
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import NO_OTHER_MASK, ONLY_CAUSAL, build_case_mask, find_causal_flag

@@ -25,7 +25,8 @@ from jaxtyping import Array, Float
 
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_compute_capability, get_default_products, runs_on
 from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
 

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.libraries.mask_flags import ONLY_CAUSAL
 

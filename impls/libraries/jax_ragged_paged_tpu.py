@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from cases.case import Case
 from cases.storage_forms.paged_form import WHOLE_FEATURES
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_default_products, runs_on
 
 NAME = "jax_ragged_paged_tpu"

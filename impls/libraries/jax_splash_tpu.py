@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Int
 from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.masks import Mask
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported

@@ -26,7 +26,8 @@ from packaging.version import Version
 
 from cases.case import Case
 from cases.masks import Mask
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_compute_capability, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import NO_OTHER_MASK, ONLY_CAUSAL, build_case_mask, find_causal_flag

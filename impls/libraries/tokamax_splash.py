@@ -29,7 +29,8 @@ from packaging.version import Version
 from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported

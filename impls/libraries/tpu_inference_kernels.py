@@ -34,7 +34,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from cases.case import Case
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_default_products, runs_on
 
 RAGGED, LATENT = "tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"

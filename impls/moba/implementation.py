@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from cases import mask_spec
 from cases.case import Case
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import runs_on
 from impls.moba import moba_dense, moba_sparse
 

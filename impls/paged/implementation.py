@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_device_kind, runs_on
 from impls.paged.attention import Backend, attention
 from impls.paged.page_copies import side_by_side

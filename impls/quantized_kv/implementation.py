@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from cases.case import KV_FEATURES, Case
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from impls.quantized_kv.attention import attention
 
 

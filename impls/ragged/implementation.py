@@ -12,7 +12,8 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from impls import softmax_merge
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_device_kind, runs_on
 from impls.pallas_gpu.mosaic_tiles import NO_HOPPER, find_device_limit
 from impls.ragged import ragged_tpu

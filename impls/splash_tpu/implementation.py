@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import runs_on
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.splash_packed import packed_attention

@@ -22,8 +22,7 @@ from conformance.api.report import Report
 from conformance.gate.kernel_suite import find_suite
 from conformance.testing import conformance_tests
 from impls.contract.argument_validation import validate_arguments
-from impls.contract.declarations import Declarations
-from impls.contract.implementation import Formulas
+from impls.contract.declarations import Declarations, Formulas
 from tests.api import kernels
 from tests.api.kernels import PLAIN
 

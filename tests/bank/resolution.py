@@ -29,7 +29,7 @@ from conformance.truth.error_variance import compute_error_variance
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 from conformance.truth.tolerances import Tolerances
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from reports import records
 
 SCALE = "scale"

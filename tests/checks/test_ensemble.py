@@ -21,7 +21,8 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.error_variance import ErrorVariance, compute_error_variance, compute_ulp
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, Record
 from tests.kernels import low_precision_attention, naive, online_softmax
 from tests.kernels.low_precision_attention import Roundings, round_to_nearest, round_towards_zero

@@ -18,7 +18,7 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.rounding_bounds import compute_expectation
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from reports.records import PASS, RED
 
 # The results are far smaller than those of the two halves, which are rounded to bf16 separately.

@@ -12,7 +12,7 @@ from conformance.check_api.scopes import DECODED, ENSEMBLE
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
-from conformance.judging.declarations import list_lenient_declarations
+from conformance.judging.declarations import list_declarations
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -45,7 +45,7 @@ def test_a_style_has_no_failure_on_a_part_of_the_grid(style: Style) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "style", [style for style in STYLES if list_lenient_declarations(build_implementation(style, "style"))[1:]]
+    "style", [style for style in STYLES if list_declarations(build_implementation(style, "style"))[1:]]
 )
 def test_what_is_declared_covers_the_statistics_over_many_roundings(style: Style) -> None:
     assert_no_alarm(Runner(Settings()).run([job for job in plan_jobs(style) if has_scope(job, ENSEMBLE)]))

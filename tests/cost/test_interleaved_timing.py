@@ -23,7 +23,8 @@ from conformance.cost.timing import attention_flops, matmul_ceiling
 from conformance.cost.timing.agreement import choose_rows
 from conformance.cost.timing.interleaved_timing import ComparisonResult, TimingLimits, compare_all
 from conformance.truth import tolerances
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 from impls.dot_product import attention
 from reports import measurements, speed_page, speed_section
 from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles

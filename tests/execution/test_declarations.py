@@ -16,7 +16,7 @@ from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
-from conformance.judging.declarations import list_lenient_declarations
+from conformance.judging.declarations import list_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
@@ -41,7 +41,7 @@ def list_red(found: Mapping[str, Record]) -> set[str]:
 
 def list_named(function: Callable[..., Any], **declared: Any) -> list[str]:
     """Return what the verdict names as declared."""
-    return list_lenient_declarations(build_implementation(declare(**declared)(function), "kernel"))
+    return list_declarations(build_implementation(declare(**declared)(function), "kernel"))
 
 
 def attend(q: Any, k: Any, v: Any, *, causal: bool = False, bias: Any = None) -> Any:
@@ -195,7 +195,7 @@ def test_another_logsumexp_is_right_only_as_declared(formula: str) -> None:
     assert found["residuals.logsumexp"].verdict == PASS
     undeclared = judge(kernel, case, "residuals", empty_rows="zero")
     (named,) = {record.remedy for record in undeclared.values() if record.verdict == FAIL}
-    assert named == ", ".join(list_named(kernel, empty_rows="zero", **declared))
+    assert named == ", ".join(list_named(kernel, **declared))
     if case == SINKS:
         wrong = judge(build_kernel(convert, 1.001), case, "residuals", "gradients_lse", empty_rows="zero", **declared)
         assert "residuals.logsumexp" in list_red(wrong)
@@ -307,7 +307,7 @@ def test_packed_sequences_that_are_never_empty_are_declared() -> None:
     declined = build_implementation(declare(empty_sequences=False)(spoil_with_empty), "kernel")
     assert "a sequence has no queries" in str(declined.supports(parse_case_id(empty)))
     assert not list_red(judge(spoil_with_empty, full, "forward", "gradients", empty_sequences=False))
-    assert list_lenient_declarations(declined) == ["empty_sequences=False"]
+    assert list_declarations(declined) == ["empty_sequences=False"]
 
     def doubled(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> Any:
         return 2 * spoil_with_empty(q, k, v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, num_seqs=num_seqs)

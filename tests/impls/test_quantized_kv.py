@@ -26,7 +26,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import OperandErrors, compute_expectation
 from conformance.truth.tolerances import load_default_tolerances
 from impls import jax_compat, quantized_kv
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 CASE = "prefill/f32/B2.T8.S40.N4.K2.H16.V8/causal-o32/{}/normal/s3"

@@ -23,7 +23,7 @@ from conformance.checks import CHECKS_BY_NAME, Check
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import discrimination, flag_share, rejudgement, run_plan
-from conformance.judging.declarations import list_lenient_declarations
+from conformance.judging.declarations import list_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth import tolerances
@@ -330,25 +330,31 @@ def test_an_error_is_explained_by_no_declaration() -> None:
     assert (record.verdict, record.remedy) == (ERROR, "")
 
 
-def test_what_asks_less_than_the_defaults_is_told() -> None:
+def test_what_is_declared_is_told() -> None:
     def of(**less: Any) -> list[str]:
-        return list_lenient_declarations(build_implementation(declare(**less)(only_three), "kernel"))
+        return list_declarations(build_implementation(declare(**less)(only_three), "kernel"))
 
     def only_three(q: Any, k: Any, v: Any) -> Any:
         return naive.attention(q, k, v)
 
-    assert of() == of(empty_rows="zero") == of(causal="end") == []
+    assert of() == of(softmax="f32", causal="start", unordered_sums=()) == []
     assert of(softmax="input", block_sums=64, behind_mask="finite") == [
         'softmax="input"',
         "block_sums=64",
         'behind_mask="finite"',
     ]
+    assert of(causal="end", empty_rows="zero", memory="linear") == [
+        'empty_rows="zero"',
+        'memory="linear"',
+        'causal="end"',
+    ]
+    assert of(unordered_sums={"dq", "dk"}, open_sides=-1) == ['unordered_sums=("dq", "dk")', "open_sides=-1"]
     lacking = Implementation(
         name="it", call=only_three, gradients=frozenset({"dv", "dbias"}), unsupported={"sinks": "none"}
     )
-    assert list_lenient_declarations(lacking) == ["no dq dk"]
-    assert list_lenient_declarations(dataclasses.replace(lacking, unsupported={})) == ["no dq dk dsinks"]
+    assert list_declarations(lacking) == ["no dq dk"]
+    assert list_declarations(dataclasses.replace(lacking, unsupported={})) == ["no dq dk dsinks"]
     still = dataclasses.replace(lacking, differentiable_residuals=frozenset())
-    assert list_lenient_declarations(still) == ["no dq dk", "no gradient of logsumexp"]
-    assert list_lenient_declarations(dataclasses.replace(still, residuals=frozenset())) == ["no dq dk"]
-    assert list_lenient_declarations(dataclasses.replace(lacking, unsupported={"train": "it reads a cache"})) == []
+    assert list_declarations(still) == ["no dq dk", "no gradient of logsumexp"]
+    assert list_declarations(dataclasses.replace(still, residuals=frozenset())) == ["no dq dk"]
+    assert list_declarations(dataclasses.replace(lacking, unsupported={"train": "it reads a cache"})) == []

@@ -20,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Mask
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation
 
 Dimension = Literal["parallel", "arbitrary"]
 

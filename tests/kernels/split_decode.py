@@ -18,7 +18,8 @@ from cases.case import Case
 from cases.masks import Full, Mask
 from impls import softmax_merge
 from impls.block_arithmetic import replace_neg_inf
-from impls.contract.implementation import Accelerator, Arithmetic, Implementation, validate_mask
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Accelerator, Implementation, validate_mask
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED
 from impls.ragged.implementation import lower_mask, refuse_mixed_windows

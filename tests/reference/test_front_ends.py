@@ -29,7 +29,7 @@ from conformance.truth.front_end_oracle import FrontEnd
 from conformance.truth.rounding_bounds import Bounded, OperandErrors, compute_expectation
 from conformance.truth.running_error import BoundedNumber
 from impls import dot_product
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from reports.records import FAIL, PASS, Record
 from tests.comparison_asserts import LIMIT, compute_float64_bounds
 

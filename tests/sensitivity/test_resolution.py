@@ -15,7 +15,7 @@ from conformance.truth import tolerances
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from tests.bank import resolution
 from tests.bank.resolution import SCALE, Resolution, measure_resolutions
 

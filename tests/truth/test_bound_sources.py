@@ -12,7 +12,7 @@ from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_proble
 from conformance.truth import bound_sources
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import Roundoff
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 CASE = "train/{}/B1.T64.S64.N2.K1.H32.V32/causal/normal/s0"
 

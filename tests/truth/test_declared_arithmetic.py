@@ -17,7 +17,8 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, Roundoff, compute_walk_steps
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, Record
 from tests.planted.computing.precision import cut_to_tf32, in_tf32
 

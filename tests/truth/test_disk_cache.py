@@ -13,7 +13,7 @@ import pytest
 from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.truth import disk_cache
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 CASE = parse_case_id("train/bf16/B2.T40.S48.N4.K2.H16.V24/causal-o8/seg/sinks/normal/s0")
 

@@ -14,7 +14,7 @@ from cases.operand_values import draw_cotangent, draw_problem
 from conformance.truth.equal_terms import compute_equal_term_excess
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import U, compute_walk_steps
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from tests.comparison_asserts import LIMIT
 
 EQUAL = "train/f32/B1.T384.S384.N2.K1.H64.V64/causal/levels/s0"

@@ -17,7 +17,7 @@ from conformance.truth import oracle
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, U, compute_gamma, get_dtype_name
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from tests.comparison_asserts import LIMIT, assert_right, compute_float64_bounds
 
 CASES = (

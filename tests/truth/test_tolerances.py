@@ -12,7 +12,7 @@ import pytest
 from cases.operand_registry import OBSERVABLES
 from conformance.truth import calibration, tolerances
 from conformance.truth.tolerances import DTYPES
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 from reports.records import FAIL, PASS, UNSUPPORTED, Record
 
 STORED = json.loads(tolerances.CALIBRATION.read_text())

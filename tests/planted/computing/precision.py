@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting.plain import (
     Array,

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import KV_FEATURES, Case
-from impls.contract.implementation import Arithmetic, Implementation
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting.plain import PlainSteps, capped, kernel
 from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits

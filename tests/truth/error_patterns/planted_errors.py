@@ -13,7 +13,7 @@ from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_proble
 from conformance.truth.error_patterns.failure import Failure, build_failure
 from conformance.truth.error_patterns.pattern import Pattern, find_pattern
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
-from impls.contract.implementation import Arithmetic
+from impls.contract.declarations import Arithmetic
 
 Plant = Callable[[np.ndarray, SimpleNamespace], np.ndarray]
 """Makes a wrong array of a right one, given all right ones by name and the `problem`."""
