@@ -34,7 +34,7 @@ def write_entry(text: str) -> str:
         ("[tool]\nattention_conformance = 3", "the table must be a table, got 3"),
         (
             write_table("implementatons = []"),
-            "unknown keys ['implementatons'], known are ['bank', 'expected_failure_files'",
+            "unknown keys ['implementatons'], known are ['expected_failure_files'",
         ),
         (write_table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
         (write_table("implementations = [1]"), "implementations must be a list of names, got [1]"),
