@@ -20,3 +20,10 @@ def test_help_loads_no_jax() -> None:
 def test_no_jax_outside_what_computes(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
         assert "import jax" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("module", ["conformance.cli", "conformance.pytest_plugin", "conformance.testing"])
+def test_no_package_with_an_everyday_name_is_loaded_before_the_names_are_claimed(module: str) -> None:
+    found = f"import sys, {module}; print([name for name in ('cases', 'impls', 'reports') if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"

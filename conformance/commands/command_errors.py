@@ -11,12 +11,10 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
-from cases.name_suggestions import suggest_name
 from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import reject_empty
-from reports.printable_text import make_printable
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """Name of the environment variable that makes an unexpected error print its traceback."""
@@ -70,6 +68,8 @@ def refuse_arguments(refusing: argparse.ArgumentParser, message: str) -> NoRetur
 
 def _suggest(refusing: argparse.ArgumentParser, message: str) -> str:
     """Return what may have been meant, as the end of the message; empty if nothing is close."""
+    from cases.name_suggestions import suggest_name  # late, as all of our packages with everyday names
+
     if message.startswith(_UNKNOWN_ARGUMENTS):
         words = message.removeprefix(_UNKNOWN_ARGUMENTS).split()
         # The most common unknown argument is a kernel without --impl before it.
@@ -88,6 +88,8 @@ def _suggest(refusing: argparse.ArgumentParser, message: str) -> str:
 
 def describe_error(error: Exception) -> str:
     """Return a line on why a command ended; for an unexpected error, also how to report it with its traceback."""
+    from reports.printable_text import make_printable
+
     lookup = sys.modules.get("conformance.execution.implementation_registry")  # not imported here, since it loads NumPy
     expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, standard_streams.OutputFailed)
     if lookup is not None:
@@ -108,5 +110,7 @@ def describe_error(error: Exception) -> str:
 
 def to_one_line(text: str, longest: int = 400) -> str:
     """Return the text as one printable line."""
+    from reports.printable_text import make_printable
+
     line = make_printable(" ".join(text.split()))
     return line if len(line) <= longest else f"{line[:longest]}…"
