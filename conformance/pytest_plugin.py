@@ -105,12 +105,11 @@ class _Gate:
 
     def _is_gate_named(self) -> bool:
         """Return whether the arguments name the gate or what it judges; cases alone may be those of a test file."""
-        return node_ids.is_requested(self._config.args, self._config.getoption("--impl"), None)
+        return node_ids.is_requested(self._config.args, self._options.implementations, None)
 
     def is_requested(self) -> bool:
         """Return whether the arguments of pytest ask for any judgement."""
-        option = self._config.getoption
-        return node_ids.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
+        return node_ids.is_requested(self._config.args, self._options.implementations, self._options.cases)
 
     def _plan(self) -> Session:
         """Return the session. The first call creates it, and so plans the jobs."""

@@ -15,7 +15,7 @@ from cases.name_suggestions import suggest_name
 from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import reject_empty
+from conformance.session.run_spec import reject_empty
 from reports.printable_text import make_printable
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"

@@ -20,7 +20,8 @@ from conformance.commands import argument_lookup
 from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
 from conformance.execution import implementation_registry
-from conformance.session import project_lookup, run_options
+from conformance.judging.run_plan import plan_run
+from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge
 from impls.contract.implementation import Implementation
 
@@ -56,8 +57,13 @@ def list_entries(arguments: argparse.Namespace) -> int:
 
 def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    run_options.reject_bad_seed(seed)
-    if arguments.impl is None:
+    run_spec.reject_bad_seed(seed)
+    if level == "smoke":
+        smoke = plan_run(
+            [project_lookup.find_implementation(arguments.impl or "dot_product")], level=level, seeds=(seed,)
+        )
+        found = dict.fromkeys(job.case for job in smoke.jobs if job.is_on_grid)
+    elif arguments.impl is None:
         found = dict.fromkeys((*build_grid(level, seed).cases, *build_grid(level, seed, model=size_model.MODEL).cases))
     else:
         asked = ImplementationGrids(project_lookup.find_implementation(arguments.impl), level, seed)
@@ -65,7 +71,7 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
         closest = suggest_query(arguments.cases or "*", (case.id for case in found))
-        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}{closest}")
+        raise CannotJudge(f"no case of the level {level} matches {arguments.cases or '*'!r}{closest}")
     return chosen
 
 

@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, find_step_summary
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import merge_runs
 from reports import runs
 from reports.page_model import build_summary
 from reports.runs import RecordedRun
 
 
-def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunOptions) -> None:
+def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunSpec) -> None:
     """Write the outputs that the command line names, for all sessions of the run.
 
     Args:

@@ -23,7 +23,7 @@ from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
-from conformance.session import project_lookup, run_options
+from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
@@ -34,7 +34,7 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; return 0 if all are detected and every check is needed, 1 if not, 2 if stopped."""
     started = time.perf_counter()
     level = arguments.level or "quick"
-    run_options.reject_bad_job_count(arguments.jobs)
+    run_spec.reject_bad_job_count(arguments.jobs)
     outputs = check_outputs(arguments)
     chosen = project_lookup.load_project_settings()
     bank = arguments.bank or chosen.bank
