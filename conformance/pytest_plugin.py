@@ -92,6 +92,11 @@ class _Gate:
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
         options = self._options
+        if self.is_requested() or options.named_files:
+            try:
+                packages.reclaim_own_name()
+            except packages.NameTaken as error:
+                raise pytest.UsageError(str(error)) from error
         if options.report or options.json:
             from conformance.session.run_outputs import check_outputs  # imported late: few runs have outputs
 
@@ -306,6 +311,7 @@ class _Gate:
             self._skipped.add(report.nodeid)
         if lines is None or self._is_worker:
             return
+        packages.claim_names()  # where workers judge, nothing here has asked for them yet
         from conformance.judging.journal import JournalWriteError
         from reports.records import parse_record
 

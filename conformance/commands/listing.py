@@ -71,7 +71,7 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
         closest = suggest_query(arguments.cases or "*", (case.id for case in found))
-        raise CannotJudge(f"no case of the level {level} matches {arguments.cases or '*'!r}{closest}")
+        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}{closest}")
     return chosen
 
 
