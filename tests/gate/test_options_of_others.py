@@ -1,4 +1,4 @@
-"""The plugin gets out of the way of a repository that has an option `--impl`, or a package `conformance`, of its own."""
+"""The plugin leaves the option `--impl` and the package name `conformance` to repositories that have them."""
 
 from __future__ import annotations
 
