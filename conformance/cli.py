@@ -13,7 +13,7 @@ import logging as python_logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app, logging
@@ -23,12 +23,15 @@ from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CommandParser, Parser
 from conformance.extensions import load_extensions
 from conformance.fork_server import forked_process
-from conformance.judging.run_levels import GRID_LEVELS, LEVELS
+from conformance.judging.run_levels import GRID_LEVELS
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import prepare_process, start_fork_server_for
-from conformance.session.run_options import parse_shard
+from conformance.session.run_spec import DECLARED, WHERE, add_option, add_options
 
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
+# Arguments that make a repeated option one that is given once.
+_SINGLE: Mapping[str, Any] = {"action": "store", "default": None}
+_ONE_SEED: Mapping[str, Any] = {**_SINGLE, "type": int, "metavar": "N", "help": "base seed of the grid (0)"}
 
 
 def build_parser(program: str = "python -m conformance") -> argparse.ArgumentParser:
@@ -55,8 +58,8 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     what.add_argument("old", metavar="OLD.jsonl[,...]", help="before: a file of records, or shards of one run")
     what.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     output = compare.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here")
-    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    add_option(output, "report", help="write the page here")
+    add_option(output, "markdown")
     output.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
     about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
@@ -115,8 +118,8 @@ def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what = report.add_argument_group("what to merge")
     what.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
     output = report.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here")
-    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    add_option(output, "report", help="write the page here")
+    add_option(output, "markdown")
     output.add_argument("--json", metavar="FILE.json", help="write verdicts and findings here, as one JSON object")
     output.add_argument(
         "--gate", action="store_true", help="exit with 1 if anything is red, with 2 if a shard or a verdict is missing"
@@ -130,15 +133,11 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     what = adding.add_argument_group("what is known to be correct")
     what.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
-    what.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
-    what.add_argument(
-        "--level",
-        choices=GRID_LEVELS,
-        help="the level of the grid (standard), or of the records",
-    )
-    what.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
+    add_option(what, "implementations", help="judge this one; may be repeated")
+    add_option(what, "level", choices=GRID_LEVELS, help="the level of the grid (standard), or of the records")
+    add_option(what, "seeds", type=int, metavar="N")
     how = adding.add_argument_group("how to run")
-    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    add_option(how, "jobs")
     output = adding.add_argument_group("output")
     output.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
     output.add_argument("--add", action="store_true", help="merge with the saved table: the larger of each two numbers")
@@ -164,152 +163,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     run = commands.add_parser(
         "run", help="judge implementations", description=help_texts.DESCRIPTION, epilog=help_texts.EXAMPLES
     )
-    what = run.add_argument_group("what to judge")
-    what.add_argument(
-        "--impl",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a registered name (see `list`), module:attribute, file.py:attribute or a group; may be repeated",
-    )
-    what.add_argument("--all", action="store_true", help="every registered implementation")
-    what.add_argument(
-        "--level",
-        choices=LEVELS,
-        help="smoke: what tells most (about 30 s of processor time); quick, the default: every pair of "
-        "levels (90 s); standard: every triple (6 min); deep: every quadruple",
-    )
-    what.add_argument("--case", metavar="ID", help="one case by its id")
-    what.add_argument(
-        "--cases", metavar="QUERY", help="only cases whose id matches: a prefix of whole parts, * is a wildcard"
-    )
-    what.add_argument(
-        "--regressions", action="store_true", help="the named regressions instead of the grid (see `list regressions`)"
-    )
-    what.add_argument(
-        "--problem",
-        metavar="NAME",
-        help="the cases of a named problem, whose operands --impl takes (see `list problems`)",
-    )
-    what.add_argument(
-        "--full-size", action="store_true", help="with --problem: at the problem's original, unreduced sizes"
-    )
-    what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
-    what.add_argument(
-        "--pullback",
-        choices=("plain", "residuals"),
-        help="with --case: differentiate only this call (both)",
-    )
-    what.add_argument(
-        "--seed",
-        action="append",
-        default=[],
-        type=_parse_seed,
-        metavar="N",
-        help="base seed of the grid (0), or `random` for unpredictable cases; may be repeated",
-    )
-    declared = run.add_argument_group("what a plain function declares")
-    declared.add_argument(
-        "--products", choices=("exact", "tf32", "bf16"), help="how it multiplies f32 operands (exact)"
-    )
-    _add_sandbox_options(run)
-    output = run.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
-    output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
-    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    output.add_argument(
-        "--baseline", metavar="FILE.jsonl", help="compare with this earlier run, and exit with 1 on a regression"
-    )
-    how = run.add_argument_group("how to run")
-    how.add_argument(
-        "--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)"
-    )
-    _add_cluster_option(how)
-    how.add_argument(
-        "--shard",
-        type=_parse_shard,
-        metavar="K/N",
-        help="judge the Kth of N parts; `report` merges the parts",
-    )
-    how.add_argument(
-        "--resume",
-        metavar="FILE.jsonl",
-        help="continue the stopped run in this file, which says what to judge",
-    )
-    how.add_argument(
-        "--confirm-seconds",
-        type=float,
-        metavar="N",
-        help="time for cases that confirm findings (part of 15 s, or of a tenth of a longer run; 0 for none)",
-    )
-    how.add_argument(
-        "--diagnose-seconds",
-        type=float,
-        metavar="N",
-        help="time to compare each finding with planted bugs (the rest of that time; 0 for none)",
-    )
-    how.add_argument(
-        "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"
-    )
-    how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
-    how.add_argument(
-        "--require-platform",
-        choices=("cpu", "gpu", "tpu"),
-        help="judge only what runs natively on this platform; exit with 2 if nothing does",
-    )
-
-
-def _add_cluster_option(command: argparse._ActionsContainer) -> None:
-    about = (
-        "judge on the workers of this Dask cluster: tcp://HOST:PORT, or its scheduler file (see docs/how-to/cluster.md)"
-    )
-    command.add_argument("--cluster", metavar="ADDRESS", help=about)
-
-
-def _parse_shard(text: str) -> tuple[int, int]:
-    try:
-        return parse_shard(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _parse_seed(text: str) -> int | None:
-    """Parse a base seed; None stands for `random`."""
-    try:
-        return None if text == "random" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number or random, got {text!r}") from None
-
-
-def _add_products_option(command: argparse._ActionsContainer) -> None:
-    about = "how a plain function multiplies f32 operands (exact)"
-    command.add_argument("--products", choices=("exact", "tf32", "bf16"), help=about)
-
-
-def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
-    where = command.add_argument_group("where your own kernel runs: in a separate process, in a sandbox")
-    where.add_argument("--timeout", type=float, metavar="SECONDS", help="time limit for one call (300)")
-    where.add_argument(
-        "--memory", type=float, metavar="GIB", help="memory limit of its process (half of the machine's)"
-    )
-    where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
-    where.add_argument(
-        "--sandbox-read",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="let the kernel read this file or folder too",
-    )
-    where.add_argument(
-        "--sandbox-env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="give the kernel this environment variable too",
-    )
-    where.add_argument(
-        "--require-sandbox", action="store_true", help="judge nothing (exit code 2) if the sandbox is not complete"
-    )
+    add_options(run)
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -318,24 +172,20 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "explore", help=about, description=help_texts.EXPLORE, epilog=help_texts.EXPLORE_EXAMPLES
     )
     what = explore.add_argument_group("what to judge")
-    what.add_argument(
-        "--impl",
-        required=True,
-        metavar="NAME",
-        help="a registered name (see `list`), module:attribute or file.py:attribute",
-    )
-    what.add_argument("--cases", metavar="QUERY", help="draw only cases whose id matches")
-    _add_products_option(what)
-    _add_sandbox_options(explore)
+    about = "a registered name (see `list`), module:attribute or file.py:attribute"
+    add_option(what, "implementations", **_SINGLE, required=True, help=about)
+    add_option(what, "cases", help="draw only cases whose id matches")
+    add_options(explore, (DECLARED, WHERE))
     limits = explore.add_argument_group("how far to go")
     limits.add_argument("--profile", choices=("explore", "ci"), default="explore", help="see below (explore)")
     limits.add_argument("--seconds", type=float, metavar="N", help="time for drawing cases (explore: 60, ci: no limit)")
     limits.add_argument("--examples", type=int, metavar="N", help="most cases to judge (explore: no limit, ci: 50)")
-    limits.add_argument("--seed", type=int, metavar="N", help="seed for drawing cases (explore: random, ci: 0)")
-    _add_cluster_option(limits)
+    about = "seed for drawing cases (explore: random, ci: 0)"
+    add_option(limits, "seeds", **{**_ONE_SEED, "help": about})
+    add_option(limits, "cluster")
     output = explore.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
-    output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
+    add_option(output, "report")
+    add_option(output, "json")
 
 
 def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -346,9 +196,8 @@ def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what = explain.add_argument_group("what to explain")
     what.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
     about = "print the terms of the bound where this implementation is furthest off, and which its error resembles"
-    what.add_argument("--impl", metavar="NAME", help=about)
-    _add_products_option(what)
-    _add_sandbox_options(explain)
+    add_option(what, "implementations", **_SINGLE, help=about)
+    add_options(explain, (DECLARED, WHERE))
 
 
 def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -365,10 +214,10 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="what to list (implementations)",
     )
     which = listing.add_argument_group("which cases, with `list cases`")
-    which.add_argument("--impl", metavar="NAME", help="only those that this implementation is judged by")
-    which.add_argument("--level", choices=GRID_LEVELS, help="of this grid (quick)")
-    which.add_argument("--cases", metavar="QUERY", help="only those whose id matches")
-    which.add_argument("--seed", type=int, metavar="N", help="with this base seed (0)")
+    add_option(which, "implementations", **_SINGLE, help="only those that this implementation is judged by")
+    add_option(which, "level", help="of this level (quick); smoke chooses them by the implementation (dot_product)")
+    add_option(which, "cases")
+    add_option(which, "seeds", **_ONE_SEED)
 
 
 def _uses_workers(arguments: argparse.Namespace) -> bool:

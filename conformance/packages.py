@@ -19,6 +19,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,10 @@ _EVERYDAY_NAMES = ("cases", "impls", "reports")
 NAMES = (*_EVERYDAY_NAMES, "conformance")
 # Modules that Python loads by itself when it starts.
 _LOADED_BY_PYTHON = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
+
+
+_released: dict[str, ModuleType] = {}
+"""Our modules while `import conformance` may find a package of the user."""
 
 
 class NameTaken(ImportError):
@@ -46,6 +51,7 @@ def claim_names(*, alone: bool = False) -> None:
     """
     if alone:
         exit_if_customized()
+    reclaim_own_name()
     for name in _EVERYDAY_NAMES:
         if name not in sys.modules:
             with prefer_own_packages():
@@ -58,6 +64,47 @@ def claim_names(*, alone: bool = False) -> None:
             )
     if _HiddenModuleFinder not in sys.meta_path:
         sys.meta_path.append(_HiddenModuleFinder)
+
+
+def release_own_name() -> None:
+    """Let `import conformance` find a package of the user, until ours is imported or `reclaim_own_name` is called.
+
+    Every run of pytest loads our plugin, also in repositories that have a package `conformance` and judge nothing.
+    """
+    _released.update({name: module for name, module in sys.modules.items() if name.partition(".")[0] == "conformance"})
+    for name in _released:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _ReleasedFinder())
+
+
+def reclaim_own_name() -> None:
+    """Make `import conformance` find our package again. Raises `NameTaken` if a user's is loaded."""
+    if not _released:
+        return
+    if "conformance" in sys.modules:
+        place = _find_location(sys.modules["conformance"].__spec__) or "another module"
+        raise NameTaken(
+            f"'conformance' is {place} in this process, and attention-conformance has a package of that name: rename "
+            f"yours, or judge from a folder where nothing imports it first"
+        )
+    sys.modules.update(_released)
+    _released.clear()
+
+
+class _ReleasedFinder(MetaPathFinder, Loader):
+    """Import finder that puts our released modules back when an import of `conformance` means ours."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return None unless Python would find our package."""
+        if name != "conformance" or not _released:
+            return None
+        place = _find_location(PathFinder.find_spec(name, path))
+        return ModuleSpec(name, self) if _find_folder(place) == HOME / name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put our modules in the place of the new one."""
+        del sys.modules["conformance"]
+        reclaim_own_name()
 
 
 def exit_if_customized() -> None:

@@ -92,6 +92,11 @@ class _Gate:
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
         options = self._options
+        if self.is_requested() or options.named_files:
+            try:
+                packages.reclaim_own_name()
+            except packages.NameTaken as error:
+                raise pytest.UsageError(str(error)) from error
         if options.report or options.json:
             from conformance.session.run_outputs import check_outputs  # imported late: few runs have outputs
 
@@ -105,12 +110,11 @@ class _Gate:
 
     def _is_gate_named(self) -> bool:
         """Return whether the arguments name the gate or what it judges; cases alone may be those of a test file."""
-        return node_ids.is_requested(self._config.args, self._config.getoption("--impl"), None)
+        return node_ids.is_requested(self._config.args, self._options.implementations, None)
 
     def is_requested(self) -> bool:
         """Return whether the arguments of pytest ask for any judgement."""
-        option = self._config.getoption
-        return node_ids.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
+        return node_ids.is_requested(self._config.args, self._options.implementations, self._options.cases)
 
     def _plan(self) -> Session:
         """Return the session. The first call creates it, and so plans the jobs."""
@@ -307,6 +311,7 @@ class _Gate:
             self._skipped.add(report.nodeid)
         if lines is None or self._is_worker:
             return
+        packages.claim_names()  # where workers judge, nothing here has asked for them yet
         from conformance.judging.journal import JournalWriteError
         from reports.records import parse_record
 

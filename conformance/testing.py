@@ -13,35 +13,32 @@ tests are selected, deselected and repeated as any others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from conformance.gate import kernel_suite
 from conformance.gate.kernel_suite import KernelSuite
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import prepare_process
-from conformance.session.run_options import RunOptions, reject_empty
+from conformance.session.run_spec import RunSpec, SuiteOptions, list_options, reject_empty
 
 if TYPE_CHECKING:
+    from conformance.api.argument_checks import SuiteArguments
     from conformance.judging.job import Job
-    from impls.contract.declarations import Declarations
     from impls.contract.implementation import Implementation
     from reports.records import Record
 
 __all__ = ["conformance_tests"]
 
 
+@list_options(SuiteOptions)
 def conformance_tests(
     kernel: Callable[..., Any] | Implementation | str,
     *,
-    level: Literal["smoke", "quick", "standard", "deep"] = "quick",
-    checks: str | Collection[str] = (),
-    cases: str | None = None,
-    seeds: int | Sequence[int] = (),
     name: str | None = None,
     sandbox: bool = False,
-    **declarations: Unpack[Declarations],
+    **options: Unpack[SuiteArguments],
 ) -> Callable[..., None]:
     """Return a parametrized pytest test that judges a kernel, one test for each case.
 
@@ -76,46 +73,38 @@ def conformance_tests(
       kernel: the function to judge, which may be a closure, a lambda or a `functools.partial`. It takes the parameters
         that it supports, as docs/contract.md describes. Or an `Implementation`, or a name as `--impl` takes it, such as
         `"my_kernels.flash:attention"`.
-      level: how much to judge: `"smoke"`, `"quick"`, `"standard"` or `"deep"`.
-      checks: the name of the only check to run, or several (`python -m conformance list checks`).
-      cases: a query that cases must match, such as `"train/bf16"` or `"*/causal/*"`.
-      seeds: the base seed of the cases, or several; 0 if left out.
       name: what reports call the kernel; `module:function` if left out.
       sandbox: whether the kernel runs in a confined process of its own.
-      **declarations: what `conformance.declare` takes, such as `behind_mask="finite"`. They replace those that the
-        function has by the decorator.
+      **options: those of `SuiteOptions`, and declarations, as `conformance.declare` takes them, such as
+        `behind_mask="finite"`. They replace those that the function has by the decorator.
 
     Raises:
       TypeError: for an argument that neither this function nor `conformance.declare` has, one of a wrong type, and
         declarations of a kernel that has its own.
       ValueError: for a level, check, seed or value of a declaration that does not exist.
     """
-    given = {**locals()}
     prepare_process(judging=False)
     from conformance.api import argument_checks, subject_lookup  # imported late, as the others: they load JAX
+    from conformance.api.argument_checks import SuiteArguments
     from impls.contract.argument_validation import check_arguments
-    from impls.contract.declarations import Declarations
     from impls.contract.implementation import Implementation
 
-    given |= given.pop("declarations")
-    given = check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)
-    declarations.update({name: given[name] for name in declarations})  # type: ignore[typeddict-item] # as checked
+    given = check_arguments(
+        conformance_tests,
+        {"kernel": kernel, "name": name, "sandbox": sandbox, **options},
+        Implementation=Implementation,
+        SuiteArguments=SuiteArguments,
+    )
+    declarations = argument_checks.select_declarations(given)
     argument_checks.check_declarations(declarations, kernel)
     try:
         reject_empty("name", name)
-        options = RunOptions(
-            use_listed=True,
-            level=level,
-            cases=cases,
-            checks=argument_checks.check_names(checks),
-            seeds=argument_checks.list_seeds(given["seeds"]),
-            option_prefix="",
-        )
+        spec = RunSpec(**argument_checks.read_options(given), use_listed=True, option_prefix="")
     except CannotJudge as error:
         raise ValueError(str(error)) from error
     suite = KernelSuite(
         kernel=kernel,
-        options=options,
+        options=spec,
         name=name if name is not None else subject_lookup.describe_function_with_module(kernel),
         declarations=declarations,
         sandbox=sandbox,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+import os
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any, cast
 
 from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
 from cases.name_suggestions import suggest_or_list
 from conformance.checks import CHECKS_BY_NAME
+from conformance.session.run_spec import OPTIONS, CheckOptions, SuiteOptions
 from impls.contract.declarations import Declarations, declare
 from impls.contract.implementation import Implementation
 
@@ -31,6 +34,35 @@ def check_declarations(declarations: Declarations, kernel: object = None) -> Non
     if isinstance(kernel, str):
         raise TypeError(f"{names}: declarations go with a function: import it, or decorate it with conformance.declare")
     declare(**declarations)
+
+
+class SuiteArguments(SuiteOptions, Declarations, total=False):
+    """What `conformance_tests` takes as `**options`."""
+
+
+class CheckArguments(CheckOptions, Declarations, total=False):
+    """What `check` and `assert_conforms` take as `**options`."""
+
+
+def select_declarations(options: Mapping[str, Any]) -> Declarations:
+    """Return those of the `**options` of a call that `conformance.declare` takes."""
+    return cast(Declarations, {name: x for name, x in options.items() if name in Declarations.__annotations__})
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the `**options` of a call, except declarations, to fields of `RunSpec`.
+
+    Raises:
+      ValueError: for a check that does not exist.
+    """
+    fields = {each.python: field for field, each in OPTIONS.items()}
+    found = {fields[name]: value for name, value in options.items() if name in CheckOptions.__annotations__}
+    found = {field: os.fspath(value) if isinstance(value, os.PathLike) else value for field, value in found.items()}
+    if "checks" in found:
+        found["checks"] = check_names(found["checks"])
+    if "seeds" in found:
+        found["seeds"] = list_seeds(found["seeds"])
+    return found
 
 
 def check_names(checks: str | Collection[str]) -> tuple[str, ...]:

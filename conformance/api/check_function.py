@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Unpack
 
 from conformance import environment, interrupts, packages
 from conformance.api import argument_checks
@@ -19,10 +18,9 @@ from conformance.sandbox import kernel_process
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import CheckOptions, RunSpec, list_options
 from conformance.session.session import FIRST_FAILURE, run_session
 from impls.contract.argument_validation import validate_arguments
-from impls.contract.declarations import Declarations
 from impls.contract.implementation import Implementation
 from reports import terminal
 from reports.records import Record
@@ -61,27 +59,15 @@ class NotJudgedError(RuntimeError):
         self.report = report
 
 
+@list_options(CheckOptions)
 @validate_arguments
 def check(
     function: Callable[..., Any] | Implementation | str,
     *,
-    level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
-    case: str | None = None,
-    cases: str | None = None,
-    checks: str | Collection[str] = (),
-    seeds: int | Sequence[int] = (),
-    pullback: Literal["plain", "residuals"] | None = None,
     name: str | None = None,
     sandbox: bool = False,
-    timeout: float | None = None,
-    max_gib: float | None = None,
-    fail_fast: bool = False,
-    confirm_seconds: float | None = None,
-    diagnose_seconds: float | None = None,
-    report: str | os.PathLike[str] | None = None,
-    json: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    **declarations: Unpack[Declarations],
+    **options: Unpack[argument_checks.CheckArguments],
 ) -> Report:
     """Judge an attention function, and return what is wrong with it and why.
 
@@ -114,25 +100,12 @@ def check(
 
     Args:
       function: the function; or an `Implementation`; or a name as `--impl` takes it, such as `"kernel.py:attention"`.
-      level: how many cases are judged.
-      case: the id of the only case to judge, in place of a level.
-      cases: only cases whose id matches: a prefix of whole parts, `*` is a wildcard.
-      checks: only these checks (`python -m conformance list checks`).
-      seeds: base seeds of the cases; 0 by default.
-      pullback: with `case`, differentiate only this call.
       name: how the report names the function; its own name by default.
       sandbox: whether it runs in a confined process of its own, as from the command line. A function that no module
-        has is sent there by cloudpickle, which must be installed.
-      timeout: seconds that one call may take, with `sandbox`.
-      max_gib: GiB that the process may take, with `sandbox`.
-      fail_fast: whether to stop at the first failure.
-      confirm_seconds: time for cases that confirm findings; a share of the run's time by default.
-      diagnose_seconds: time for a comparison with planted bugs; a share of the run's time by default.
-      report: the HTML page to write, and its records beside it.
-      json: the file of records to write.
+        has is sent there by cloudpickle, which must be installed. `timeout` and `max_gib` limit that process.
       progress: whether progress is shown on stderr, or in the output of a notebook's cell.
-      **declarations: what the signature cannot say, as `conformance.declare` takes it; they replace those of the
-        function's own.
+      **options: those of `CheckOptions`, and declarations, as `conformance.declare` takes them. They replace those of
+        the function's own.
 
     Returns:
       The report. It is true if the function conforms.
@@ -144,10 +117,12 @@ def check(
       RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
       CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.
     """
+    declarations, given = argument_checks.select_declarations(options), argument_checks.read_options(options)
     argument_checks.check_declarations(declarations, function)
-    if case is not None:
-        argument_checks.parse_case_argument(case)
-    if not sandbox and (timeout is not None or max_gib is not None):
+    if given.get("case") is not None:
+        argument_checks.parse_case_argument(given["case"])
+        given["level"] = None
+    if not sandbox and (given.get("timeout"), given.get("memory")) != (None, None):
         raise ValueError("timeout and max_gib go with sandbox=True: in this process a call cannot be limited")
     packages.claim_names()
     if environment.find_disabled_jit() is not None:
@@ -160,37 +135,15 @@ def check(
     repeat = _build_repetition(expression, {"sandbox": True} if sandbox else {}, declarations)
     show_progress, say = choose_display(progress)
     try:
-        options = RunOptions(
-            implementations=(label,),
-            level=None if case is not None else level,
-            case=case,
-            cases=cases,
-            checks=argument_checks.check_names(checks),
-            seeds=argument_checks.list_seeds(seeds),
-            pullback=pullback,
-            timeout=timeout,
-            memory=max_gib,
-            in_process=not sandbox,
-            fail_fast=fail_fast,
-            confirm_seconds=confirm_seconds,
-            diagnose_seconds=diagnose_seconds,
-            report=None if report is None else os.fspath(report),
-            json=None if json is None else os.fspath(json),
-            command=repeat(None),
-            option_prefix="",
+        spec = RunSpec(
+            **given, implementations=(label,), in_process=not sandbox, command=repeat(None), option_prefix=""
         )
-        kernels = build_kernel_options(
-            in_process=not sandbox,
-            timeout=timeout,
-            memory=max_gib,
-            hidden_files=options.named_files,
-            option_prefix="",
-        )
+        kernels = build_kernel_options(spec)
         with isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
             if not subject.is_sandboxed:
                 say(_IN_PROCESS.format(name=label))
             result = run_session(
-                options,
+                spec,
                 implementations=[subject.implementation],
                 show_progress=show_progress,
                 say=say,
@@ -208,32 +161,15 @@ def check(
     return found
 
 
-class CheckArguments(Declarations, total=False):
-    """The keyword arguments of `check` besides its level, for functions that pass them on."""
-
-    case: str | None
-    cases: str | None
-    checks: str | Collection[str]
-    seeds: int | Sequence[int]
-    pullback: Literal["plain", "residuals"] | None
-    name: str | None
-    sandbox: bool
-    timeout: float | None
-    max_gib: float | None
-    fail_fast: bool
-    confirm_seconds: float | None
-    diagnose_seconds: float | None
-    report: str | os.PathLike[str] | None
-    json: str | os.PathLike[str] | None
-    progress: bool
-
-
+@list_options(CheckOptions)
 @validate_arguments
 def assert_conforms(
     function: Callable[..., Any] | Implementation | str,
     *,
-    level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
-    **arguments: Unpack[CheckArguments],
+    name: str | None = None,
+    sandbox: bool = False,
+    progress: bool = True,
+    **options: Unpack[argument_checks.CheckArguments],
 ) -> None:
     """Judge an attention function, and raise `AssertionError` with the findings unless it conforms.
 
@@ -248,9 +184,11 @@ def assert_conforms(
       >>> conformance.assert_conforms(attention, case=plain, checks="forward", progress=False)
 
     Args:
-      function: as for `check`.
-      level: how many cases are judged.
-      **arguments: all other arguments of `check`.
+      function: as for `check`, and so are all others.
+      name: how the text names the function.
+      sandbox: whether it runs in a confined process of its own.
+      progress: whether progress is shown.
+      **options: as for `check`.
 
     Raises:
       AssertionError: if it does not conform. The text has the findings as the command line prints them: the cause of
@@ -260,7 +198,7 @@ def assert_conforms(
       ValueError: as `check`.
     """
     __tracebackhide__ = True
-    found = check(function, level=level, **arguments)
+    found = check(function, name=name, sandbox=sandbox, progress=progress, **options)
     if found.conforms:
         return
     if not found.is_judged:

@@ -9,6 +9,7 @@ import sys
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.session import project_lookup, run_outputs
 from conformance.session.run_outputs import Outputs
+from conformance.session.run_spec import DECLARED, OPTIONS, WHERE, build_spec
 
 
 def format_command_line() -> str:
@@ -19,17 +20,9 @@ def format_command_line() -> str:
 
 def build_kernel_options(arguments: argparse.Namespace) -> KernelOptions:
     """Build the kernel options of a command that judges one kernel. Raises `CannotJudge`."""
-    named = (getattr(arguments, option, None) for option in ("report", "json"))
-    return project_lookup.build_kernel_options(
-        products=arguments.products,
-        in_process=arguments.in_process,
-        timeout=arguments.timeout,
-        memory=arguments.memory,
-        sandbox_read=arguments.sandbox_read,
-        sandbox_env=arguments.sandbox_env,
-        require_sandbox=arguments.require_sandbox,
-        hidden_files=[path for path in named if path],
-    )
+    given = {key: vars(arguments).get(key) for key in ("report", "json")}
+    kernel = {each.key: getattr(arguments, each.key) for each in OPTIONS.values() if each.group in (DECLARED, WHERE)}
+    return project_lookup.build_kernel_options(build_spec(given | kernel, implementations=(arguments.impl,)))
 
 
 def check_outputs(arguments: argparse.Namespace) -> Outputs:

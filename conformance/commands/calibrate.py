@@ -8,10 +8,10 @@ import jax
 from rich.console import Console
 
 from conformance.commands.progress_display import RunProgress
-from conformance.session import input_files, run_options
+from conformance.session import input_files, run_spec
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_writable
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session
 from conformance.truth import calibration, tolerances
 from reports import records
@@ -24,9 +24,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
     path = check_writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
-    run_options.reject_bad_job_count(arguments.jobs)
+    run_spec.reject_bad_job_count(arguments.jobs)
     for seed in arguments.seed:
-        run_options.reject_bad_seed(seed)
+        run_spec.reject_bad_seed(seed)
     found: list[Record] = []
     for name in arguments.records:
         found += (record for one in input_files.read_recorded_runs(name) for record in one.records)
@@ -50,7 +50,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 def _judge_grids(arguments: argparse.Namespace) -> list[Record]:
     """Judge the implementations on whole grids, and return the records. Raises `CannotJudge` if the run is stopped."""
-    options = RunOptions(
+    options = RunSpec(
         implementations=tuple(arguments.impl),
         level=arguments.level or "standard",
         seeds=tuple(arguments.seed),

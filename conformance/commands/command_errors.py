@@ -14,7 +14,7 @@ from absl.flags import argparse_flags
 from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import reject_empty
+from conformance.session.run_spec import reject_empty
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """Name of the environment variable that makes an unexpected error print its traceback."""

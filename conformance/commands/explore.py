@@ -17,7 +17,7 @@ from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import EXPLORATION_LEVEL, aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.session import project_lookup, run_annotations, run_options
+from conformance.session import project_lookup, run_annotations, run_spec
 from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
@@ -32,7 +32,7 @@ def explore(arguments: argparse.Namespace) -> int:
     from conformance.judging import explorer as exploring  # imported late, since it loads Hypothesis
 
     if arguments.seed is not None:
-        run_options.reject_bad_seed(arguments.seed)
+        run_spec.reject_bad_seed(arguments.seed)
     try:
         budget = exploring.build_budget(
             arguments.profile, seconds=arguments.seconds, examples=arguments.examples, seed=arguments.seed

@@ -21,7 +21,8 @@ from conformance.commands import argument_lookup
 from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
 from conformance.execution import implementation_registry
-from conformance.session import project_lookup, run_options
+from conformance.judging.run_plan import plan_run
+from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge
 from impls.contract.implementation import Implementation
 
@@ -57,8 +58,13 @@ def list_entries(arguments: argparse.Namespace) -> int:
 
 def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    run_options.reject_bad_seed(seed)
-    if arguments.impl is None:
+    run_spec.reject_bad_seed(seed)
+    if level == "smoke":
+        smoke = plan_run(
+            [project_lookup.find_implementation(arguments.impl or "dot_product")], level=level, seeds=(seed,)
+        )
+        found = dict.fromkeys(job.case for job in smoke.jobs if job.is_on_grid)
+    elif arguments.impl is None:
         found = dict.fromkeys((*build_grid(level, seed).cases, *build_grid(level, seed, model=size_model.MODEL).cases))
     else:
         asked = ImplementationGrids(project_lookup.find_implementation(arguments.impl), level, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,14 +13,10 @@ from conformance.commands.progress_display import RunProgress
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
 from conformance.session.run_annotations import annotate_run
-from conformance.session.run_options import RunOptions, draw_seeds, has_query, parse_query, parse_shard
+from conformance.session.run_spec import RunSpec, build_spec, draw_seeds, read_query, says_what_to_judge
 from conformance.session.session import FIRST_FAILURE, Session, SessionResult
 from reports import changes_page, terminal
 from reports.runs import FAILED
-
-# Command-line arguments whose field in `RunOptions` has another name: argument to field.
-_FIELDS = {"impl": "implementations", "all": "judge_all", "check": "checks", "seed": "seeds"}
-_NOT_OPTIONS = frozenset({"command"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +55,7 @@ def _print_result(session: Session, result: SessionResult, notes: list[str], con
         console.print(f"--require-platform={options.require_platform}: nothing was judged there", style="red")
 
 
-def build_options(arguments: argparse.Namespace) -> tuple[RunOptions, list[str]]:
+def build_options(arguments: argparse.Namespace) -> tuple[RunSpec, list[str]]:
     """Build the options of the run, and notes for the user, such as on randomly drawn seeds.
 
     With `--resume`, the file of the earlier run says what to judge, unless the arguments say that themselves.
@@ -66,28 +63,21 @@ def build_options(arguments: argparse.Namespace) -> tuple[RunOptions, list[str]]
     Raises:
       CannotJudge: if the options are invalid.
     """
-    values: dict[str, Any] = {
-        _FIELDS.get(name, name): tuple(value) if isinstance(value, list) else value
-        for name, value in vars(arguments).items()
-        if name not in _NOT_OPTIONS
-    }
+    given = vars(arguments)
     if arguments.resume is not None:
-        values |= _read_resumed_options(arguments.resume, values)
-    values["seeds"], notes = draw_seeds(values["seeds"])
-    return RunOptions(**values, command=format_command_line()), notes
+        given = given | _read_resumed_options(arguments.resume, given)
+    seeds, notes = draw_seeds(given["seed"])
+    return build_spec(given | {"seed": seeds}, command=format_command_line()), notes
 
 
-def _read_resumed_options(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options in the file to continue that say what to judge; empty if `values` already say that."""
+def _read_resumed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in the file to continue that say what to judge; empty if the given ones already say that."""
     found = [one.run for one in read_recorded_runs(name)]
     if len(found) != 1 or found[0] is None:
         what = f"{len(found)} runs" if len(found) > 1 else "no run record"
         raise CannotJudge(f"--resume={name} has {what}: it takes the file of one run")
-    resumed: dict[str, Any] = {}
-    if not has_query(values):
-        resumed = parse_query(found[0].query)
-        resumed["shard"] = parse_shard(found[0].shard) if found[0].shard else None
-    both = values | resumed
-    if not (both["implementations"] or both["judge_all"]):
+    resumed = {} if says_what_to_judge(given) else read_query(found[0].query, found[0].shard)
+    both = {**given, **resumed}
+    if not (both["impl"] or both["all"]):
         raise CannotJudge(f"--resume={name} is no run of this command: give the options of the command that wrote it")
     return resumed

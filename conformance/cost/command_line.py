@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from conformance.commands.command_errors import CommandParser
+from conformance.session.run_spec import add_option
 
 _BENCH = """\
 Time implementations side by side on the same operands: the forward call, and the call with its gradients. In each round
@@ -82,8 +83,7 @@ def add_bench(commands: Commands[CommandParser]) -> None:
     what.add_argument(
         "--phase", choices=("forward", "backward", "both"), default="both", help="backward includes forward (both)"
     )
-    about = "how a plain function multiplies f32 operands (exact)"
-    what.add_argument("--products", choices=("exact", "tf32", "bf16"), help=about)
+    add_option(what, "products")
     _add_limits(bench, runs=30, seconds=120.0)
 
 
@@ -126,8 +126,8 @@ def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:
         "--seconds", type=float, default=seconds, metavar="N", help=f"for all timing, without compiling ({seconds:g})"
     )
     output = command.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its data beside it (.jsonl)")
-    output.add_argument("--json", metavar="FILE", help="write the measurements here, one JSON object a line")
+    add_option(output, "report", help="write the page here, and its data beside it (.jsonl)")
+    add_option(output, "json", help="write the measurements here, one JSON object a line")
 
 
 def _to_sentence(text: str) -> str:

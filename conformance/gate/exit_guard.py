@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from conformance import interrupts, packages
-from conformance.gate import node_ids, repository_overrides
+from conformance.gate import gate_options, repository_overrides
 
 if TYPE_CHECKING:
     from reports.records import Record
@@ -40,19 +40,22 @@ class ExitGuard:
         self._code = int(pytest.ExitCode.INTERRUPTED)  # until the session has finished
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
-        """Start the guard, before any `conftest.py` is imported."""
-        options = early_config.known_args_namespace
-        paths = options.file_or_dir or early_config.getini("testpaths")
-        if not node_ids.is_requested(paths, options.impl, options.conformance_cases):
-            return (yield)
-        packages.exit_if_customized()
-        self._guard_exit()
+    def pytest_load_initial_conftests(
+        self, early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+    ) -> Generator[None]:
+        """Start the guard, before any `conftest.py` is imported. Expand the short forms of options after that."""
+        if gate_options.is_requested(early_config, args):
+            packages.exit_if_customized()
+            self._guard_exit()
         try:
-            return (yield)
+            yield
         except SystemExit as error:
+            if not self._is_guarding:
+                raise
             sentence = f"a conftest.py ended the process (SystemExit: {error}), and nothing was judged"
             raise pytest.UsageError(sentence) from error
+        gate_options.expand_short_forms(parser, args)
+        self._is_guarding = self._is_guarding and gate_options.is_requested(early_config, args, parser=parser)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Record why the run was stopped: by Ctrl-C, or by `pytest.exit`, which may request exit code 0."""
@@ -104,7 +107,7 @@ class ExitGuard:
         errors = os.dup(2)  # pytest captures descriptor 2
 
         def exit_with_earned_code(status: int) -> NoReturn:
-            if os.getpid() == guarded_pid and status == 0 and self._code:
+            if self._is_guarding and os.getpid() == guarded_pid and status == 0 and self._code:
                 os.write(errors, f"{_MESSAGE_PREFIX} os._exit(0) ends with {self._code}, the gate's code\n".encode())
                 real_exit(self._code)
             real_exit(status)

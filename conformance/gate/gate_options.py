@@ -13,149 +13,73 @@ from pathlib import Path
 import pytest
 
 from conformance import packages
-from conformance.judging.run_levels import LEVELS
+from conformance.gate import node_ids
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import prepare_process, start_fork_server_for
-from conformance.session.run_options import RunOptions, parse_shard
+from conformance.session.run_spec import OPTIONS, RunSpec, build_spec
 
 PREFIX = "--conformance-"
-"""The prefix of the gate's options, except `--impl` and `--require-platform`."""
+"""The prefix of the gate's options."""
+SHORT_FORMS = ("--impl", "--require-platform")
+"""Options that may be written without the prefix where no `conftest.py` or other plugin has an option of that name."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options of the gate to pytest's parser, in three groups of its help."""
-    _add_selection_options(parser.getgroup("attention conformance: what is judged"))
-    _add_process_options(parser.getgroup("attention conformance: the process of your kernel"))
-    _add_result_options(parser.getgroup("attention conformance: results and files"))
+    """Add the options of the gate to pytest's parser, in groups of its help."""
+    for each in OPTIONS.values():
+        if each.pytest:
+            group = parser.getgroup(f"attention conformance: {each.group}")
+            group.addoption(f"{PREFIX}{each.name}", **each.describe_argument())
 
 
-def _add_selection_options(group: pytest.OptionGroup) -> None:
-    group.addoption(
-        "--impl",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --pyargs conformance: judge this kernel (module:function or file.py:function) or group of "
-        "pyproject.toml; may be repeated",
-    )
-    group.addoption(
-        "--conformance-level",
-        choices=LEVELS,
-        help="how much is judged (quick, or what a call of conformance_tests says)",
-    )
-    group.addoption("--conformance-cases", metavar="QUERY", help="judge only cases whose id matches, as train/bf16")
-    group.addoption(
-        "--conformance-seed", type=int, default=0, metavar="N", help="base seed from which cases are drawn (0)"
-    )
-    group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
-    group.addoption(
-        "--require-platform",
-        choices=("cpu", "gpu", "tpu"),
-        help="judge only what runs natively on this platform; fail if nothing does",
-    )
+def is_requested(config: pytest.Config, arguments: Sequence[str], *, parser: pytest.Parser | None = None) -> bool:
+    """Tell whether a run of pytest judges kernels, while its settings are read.
+
+    Args:
+      config: the configuration, as far as it is known before any `conftest.py` is imported.
+      arguments: those of pytest.
+      parser: pytest's, once `expand_short_forms` was called. Until then `--impl` counts as ours.
+    """
+    options = config.known_args_namespace if parser is None else parser.parse_known_args(arguments)
+    names = [each for each in arguments if parser is None and each.partition("=")[0] == "--impl"]
+    paths = options.file_or_dir or config.getini("testpaths")
+    return node_ids.is_requested(paths, [*names, *options.conformance_impl], options.conformance_cases)
 
 
-def _add_process_options(group: pytest.OptionGroup) -> None:
-    group.addoption(
-        "--conformance-in-process", action="store_true", help="run your kernel in the judge's process, for debugging"
-    )
-    group.addoption(
-        "--conformance-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="time limit for one call of your kernel (300)",
-    )
-    group.addoption(
-        "--conformance-memory",
-        type=float,
-        metavar="GIB",
-        help="memory limit of your kernel's process (half of the machine's)",
-    )
-    group.addoption(
-        "--conformance-sandbox-read",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="let your kernel read this file or folder too",
-    )
-    group.addoption(
-        "--conformance-sandbox-env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="give your kernel this environment variable too",
-    )
-    group.addoption(
-        "--conformance-require-sandbox",
-        action="store_true",
-        help="judge nothing if the sandbox of your kernel is not complete",
-    )
+def expand_short_forms(parser: pytest.Parser, arguments: list[str]) -> None:
+    """Give the short forms among the arguments of pytest their prefix, unless they are options of someone else.
+
+    Call this after every `conftest.py` has added its options.
+    """
+    short = [number for number, each in enumerate(arguments) if each.partition("=")[0] in SHORT_FORMS]
+    if not short:
+        return
+    _, unknown = parser.parse_known_and_unknown_args(arguments)
+    for number in short:
+        if arguments[number] in unknown:
+            arguments[number] = f"{PREFIX}{arguments[number].removeprefix('--')}"
 
 
-def _add_result_options(group: pytest.OptionGroup) -> None:
-    group.addoption(
-        "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
-    )
-    group.addoption("--conformance-json", metavar="FILE", help="write the records here, as they come")
-    group.addoption(
-        "--conformance-resume",
-        metavar="FILE",
-        help="continue this file of records: its finished jobs are not judged again",
-    )
-    group.addoption(
-        "--conformance-baseline", metavar="FILE", help="compare with these records, and fail on a regression"
-    )
-    for name, what in (("confirm", "cases that confirm findings"), ("diagnose", "a comparison with planted bugs")):
-        group.addoption(
-            f"--conformance-{name}-seconds",
-            type=float,
-            metavar="N",
-            help=f"time for {what} after a red run (both together: 15 s, or a tenth of a longer run; 0 for none)",
-        )
-
-
-def read_options(config: pytest.Config) -> RunOptions:
+def read_options(config: pytest.Config) -> RunSpec:
     """Build the options of the run from those of pytest.
 
     Raises:
       pytest.UsageError: if the options are invalid. The message is one line.
     """
     arguments = [str(argument) for argument in config.invocation_params.args]
-    seed, shard = config.getoption("--conformance-seed"), config.getoption("--conformance-shard")
-
-    def get(name: str) -> str | None:
-        value: str | None = config.getoption(f"{PREFIX}{name}")
-        return value
-
+    given = {each.key: config.getoption(f"{PREFIX}{each.name}") for each in OPTIONS.values() if each.pytest}
     try:
-        return RunOptions(
-            implementations=tuple(config.getoption("--impl")),
+        if None in given["seed"]:
+            raise CannotJudge(f"{PREFIX}seed=random: give a number, so that all processes judge the same cases")
+        return build_spec(
+            given,
             use_listed=True,
-            level=get("level"),
-            cases=get("cases"),
-            seeds=(seed,) if seed else (),
-            timeout=config.getoption("--conformance-timeout"),
-            memory=config.getoption("--conformance-memory"),
-            in_process=config.getoption("--conformance-in-process"),
-            sandbox_read=tuple(config.getoption("--conformance-sandbox-read")),
-            sandbox_env=tuple(config.getoption("--conformance-sandbox-env")),
-            require_sandbox=config.getoption("--conformance-require-sandbox"),
-            shard=None if shard is None else parse_shard(shard),
-            confirm_seconds=config.getoption("--conformance-confirm-seconds"),
-            diagnose_seconds=config.getoption("--conformance-diagnose-seconds"),
-            require_platform=config.getoption("--require-platform"),
-            report=get("report"),
-            json=get("json"),
-            resume=get("resume"),
-            baseline=get("baseline"),
             command=" ".join(["pytest", *map(shlex.quote, arguments)]),
             query={"pytest": arguments},
             option_prefix=PREFIX,
         )
     except CannotJudge as error:
         raise pytest.UsageError(str(error)) from error
-    except ValueError as error:
-        raise pytest.UsageError(f"--conformance-shard: {error}") from error
 
 
 def describe_keyword(expression: str) -> str:

@@ -20,8 +20,8 @@ from conformance.judging.job import Job
 from conformance.judging.runner import build_changed_file_records
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
-from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, find_step_summary
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session, merge_runs
 from impls.contract.implementation import Implementation
 from reports import runs
@@ -247,7 +247,7 @@ def _describe_failures(found: Sequence[Record]) -> dict[str, str]:
     return {f"{record.check}[{record.implementation}]": record.reason for record in found}
 
 
-def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunOptions) -> None:
+def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunSpec) -> None:
     """Write the outputs that the command line names, for all sessions of the run.
 
     Args:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import OPTIONS, RunSpec
 
 if TYPE_CHECKING:
     from conformance.session.session import Session
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from reports.records import Record
 
 _ATTRIBUTE = "conformance_suite"
+# Options of the command line that hold for the run of pytest as a whole.
+_OF_WHOLE_RUN = frozenset({"implementations", "require_platform", "report", "json", "resume", "baseline"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +38,7 @@ class KernelSuite:
     """
 
     kernel: Any
-    options: RunOptions
+    options: RunSpec
     name: str
     declarations: Declarations
     sandbox: bool
@@ -56,7 +58,7 @@ def find_suite(function: object) -> KernelSuite | None:
 
 def plan_suite(
     suite: KernelSuite,
-    given: RunOptions,
+    given: RunSpec,
     *,
     resources: contextlib.ExitStack,
     folder: Path,
@@ -90,14 +92,7 @@ def plan_suite(
 
     options = _choose_options(suite, given)
     kernels = build_kernel_options(
-        in_process=options.in_process,
-        timeout=options.timeout,
-        memory=options.memory,
-        sandbox_read=options.sandbox_read,
-        sandbox_env=options.sandbox_env,
-        require_sandbox=options.require_sandbox,
-        hidden_files=given.named_files,
-        option_prefix=given.option_prefix,
+        dataclasses.replace(options, option_prefix=given.option_prefix), hidden_files=given.named_files
     )
     try:
         with isolate_settings():
@@ -120,25 +115,14 @@ def plan_suite(
     )
 
 
-def _choose_options(suite: KernelSuite, given: RunOptions) -> RunOptions:
+def _choose_options(suite: KernelSuite, given: RunSpec) -> RunSpec:
     """Return the options of a suite, in part replaced by those of the command line."""
-    is_sandboxed = suite.sandbox and not given.in_process
-    return dataclasses.replace(
-        suite.options,
-        implementations=(suite.name,),
-        level=given.level or suite.options.level,
-        cases=suite.options.cases if given.cases is None else given.cases,
-        seeds=given.seeds or suite.options.seeds,
-        in_process=not is_sandboxed,
-        timeout=given.timeout if is_sandboxed else None,
-        memory=given.memory if is_sandboxed else None,
-        sandbox_read=given.sandbox_read,
-        sandbox_env=given.sandbox_env,
-        require_sandbox=given.require_sandbox and is_sandboxed,
-        shard=given.shard,
-        confirm_seconds=given.confirm_seconds,
-        diagnose_seconds=given.diagnose_seconds,
-        command=given.command,
-        query=given.query,
-        selection=given.selection,
-    )
+    values = {
+        field: value
+        for field, each in OPTIONS.items()
+        if each.pytest and field not in _OF_WHOLE_RUN and (value := getattr(given, field)) != each.default
+    }
+    if not suite.sandbox or given.in_process:
+        values |= {"in_process": True, "timeout": None, "memory": None, "require_sandbox": False}
+    values |= {"implementations": (suite.name,), "command": given.command, "query": given.query}
+    return dataclasses.replace(suite.options, **values, selection=given.selection)

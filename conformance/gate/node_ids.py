@@ -15,6 +15,7 @@ from conformance import packages
 
 GATE_PATH = "conformance/test_gate.py"
 """The path in the ids of the gate's tests."""
+_PACKAGES = ("conformance", "attention_conformance")
 GATE_FILE = Path(__file__).resolve().parent.parent / "test_gate.py"
 _CASE = re.compile(r"((?:\w+-)*)((?:train|prefill|decode)/.+)")
 _TEST = re.compile(r"(.+)-(?:cpu|gpu|tpu)(?:-interpret)?-(.+)")
@@ -45,7 +46,10 @@ def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases
 def _is_of_gate(argument: str) -> bool:
     """Tell whether an argument names this package, as a module or by its folder, or a test of the gate by its id."""
     path = argument.partition("[")[0].partition("::")[0]
-    if path.partition(".")[0] == "conformance" or Path(path).parts[-2:] == ("conformance", "test_gate.py"):
+    if path.partition(".")[0] in _PACKAGES or Path(path).parts[-2:] == (
+        "conformance",
+        "test_gate.py",
+    ):
         return True
     return bool(path) and Path(path).resolve().is_relative_to(packages.HOME / "conformance")
 
@@ -63,7 +67,7 @@ def resolve_arguments(arguments: Iterable[str], folder: Path) -> list[str]:
 def _resolve_argument(argument: str, folder: Path) -> str:
     base, bracket, parameters = argument.partition("[")
     path, *names = base.split("::")
-    is_gate = Path(path).parts[-2:] == Path(GATE_PATH).parts
+    is_gate = Path(path).parts[-2:] == Path(GATE_PATH).parts or path == "attention_conformance"
     if not is_gate or (folder / path).exists():
         return argument
     return "::".join((str(GATE_FILE), *names)) + bracket + parameters

@@ -22,7 +22,7 @@ import pytest
 
 from conformance import interrupts, temporary_folders
 from conformance.fork_server import forked_process
-from conformance.gate import node_ids
+from conformance.gate import gate_options
 
 PLUGIN_NAME = "attention-conformance-stopping"
 _POLL_SECONDS = 0.2
@@ -39,15 +39,18 @@ class StopSignals:
         self._errors = 2
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
+    def pytest_load_initial_conftests(
+        self, early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+    ) -> Generator[None]:
         """Start recording signals, if this run of pytest judges kernels."""
-        options = early_config.known_args_namespace
-        paths = options.file_or_dir or early_config.getini("testpaths")
-        if node_ids.is_requested(paths, options.impl, options.conformance_cases):
+        if gate_options.is_requested(early_config, args):
             self._is_judging = True
             self._errors = os.dup(2)  # pytest captures descriptor 2
             self._listening.enter_context(interrupts.record_signals())
-        return (yield)
+        yield
+        if self._is_judging and not gate_options.is_requested(early_config, args, parser=parser):
+            self._is_judging = False  # `--impl` is an option of a `conftest.py`
+            self._listening.close()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:

@@ -22,8 +22,8 @@ class KernelOptions:
     Attributes:
       products: the precision in which plain functions multiply f32 operands (`--products`); None if not given.
       in_process: whether all kernels run in the judge's process, for debugging (`--in-process`).
-      seconds: the most seconds that one call may take (`--timeout`); None if not given.
-      gib: the most memory that a kernel's process may take, in GiB (`--memory`); None if not given.
+      timeout: the most seconds that one call may take; None if not given.
+      memory: the most memory that a kernel's process may take, in GiB; None if not given.
       problem: the named problem whose operands the kernels take (`--problem`); None if not given.
       sandbox: the files and environment variables that the user allows or hides.
       require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
@@ -32,8 +32,8 @@ class KernelOptions:
 
     products: Products | None = None
     in_process: bool = False
-    seconds: float | None = None
-    gib: float | None = None
+    timeout: float | None = None
+    memory: float | None = None
     problem: str | None = None
     sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
     require_sandbox: bool = False
@@ -42,7 +42,7 @@ class KernelOptions:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the command-line options that give these values."""
-        numbers = (("timeout", self.seconds), ("memory", self.gib))
+        numbers = (("timeout", self.timeout), ("memory", self.memory))
         return (
             *((f"--problem={self.problem}",) if self.problem else ()),
             *((f"--products={self.products}",) if self.products else ()),
@@ -66,7 +66,7 @@ class KernelOptions:
                     "--in-process has no sandbox, and --require-sandbox asks for one"
                 )
             return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
-        limits = Limits.from_options(self.seconds, self.gib)
+        limits = Limits.from_options(self.timeout, self.memory)
         first_handshake = dict(self.handshakes).get(name, "")
         found = sandboxed_executor.load_sandboxed(
             name, self.products, limits, self.problem, first_handshake, self.sandbox

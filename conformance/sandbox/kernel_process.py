@@ -69,18 +69,19 @@ class Limits:
     """Limits of a kernel's process.
 
     Attributes:
-      seconds: the most seconds that one call may take.
+      timeout: the most seconds that one call may take.
       memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
 
-    seconds: float = 300.0
+    timeout: float = 300.0
     memory: int = 0
 
     @classmethod
-    def from_options(cls, seconds: float | None, gib: float | None) -> Limits:
-        """Return the limits for `--timeout` and `--memory`; by default memory is half of the machine's."""
-        memory = int(gib * 2**30) if gib is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        return cls(cls.seconds if seconds is None else seconds, memory)
+    def from_options(cls, timeout: float | None, memory: float | None) -> Limits:
+        """Return the limits for `--timeout` and for `--memory` in GiB, by default half of the machine's."""
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = whole // 2 if memory is None else int(memory * 2**30)
+        return cls(cls.timeout if timeout is None else timeout, most)
 
 
 class ProcessLost(BaseException):
@@ -285,15 +286,15 @@ class KernelProcess:
         """The limits of the next call. A kernel whose calls have timed out gets less time: more of them may hang."""
         if self._timeouts < _TIMEOUTS_BEFORE_CUT:
             return self.limits
-        seconds = min(self.limits.seconds, max(_MIN_CALL_SECONDS, _SLOWEST_MULTIPLE * self._slowest_seconds))
-        return dataclasses.replace(self.limits, seconds=seconds)
+        seconds = min(self.limits.timeout, max(_MIN_CALL_SECONDS, _SLOWEST_MULTIPLE * self._slowest_seconds))
+        return dataclasses.replace(self.limits, timeout=seconds)
 
     def _start(self) -> None:
         with interrupts.delay_signals():  # an interrupt between these lines would leave a process that nothing ends
             running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
             self._running.append(running)
         try:
-            load_limits = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _MIN_LOAD_SECONDS))
+            load_limits = dataclasses.replace(self.limits, timeout=max(self.limits.timeout, _MIN_LOAD_SECONDS))
             message = running.load(self.name, self._products, self._problem, self._xla_flags, load_limits)
             self._record_files(message)
             result = _unpack_result(message, running)
@@ -384,7 +385,7 @@ class _RunningProcess:
         # A kernel can read `load` in the frames of its callers. The flags must stay hidden from it, so they are sent
         # in a request of their own, which the process deletes before it loads the kernel.
         for request in (xla_flags, load):
-            self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
+            self._write(protocol.pack_request(request), time.monotonic() + limits.timeout)
         self.confined = str(self.receive(limits, 0))  # the process sends this before any code of the kernel runs
         return self.receive(limits, 0)
 
@@ -407,11 +408,11 @@ class _RunningProcess:
         if not is_busy:
             self._read_output()
             self._output_parts.clear()  # this output belongs to earlier requests
-        self._write(packed, time.monotonic() + limits.seconds)
+        self._write(packed, time.monotonic() + limits.timeout)
 
     def receive(self, limits: Limits, max_bytes: int) -> Any:
         """Receive the next answer, with at most `max_bytes` bytes of arrays. Raises `ProcessLost`."""
-        deadline = time.monotonic() + limits.seconds
+        deadline = time.monotonic() + limits.timeout
         try:
             text, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, deadline, limits), max_bytes)
             return protocol.parse_answer(self._read(text, deadline, limits), self._read(rest, deadline, limits))
@@ -489,7 +490,7 @@ class _RunningProcess:
                 raise ProcessLost(self._describe_end())
             if time.monotonic() > deadline:
                 raise CallTimeout(
-                    f"the call did not return within {limits.seconds:.3g} s (--timeout){self.format_output()}"
+                    f"the call did not return within {limits.timeout:.3g} s (--timeout){self.format_output()}"
                 )
         return bytes(received)
 

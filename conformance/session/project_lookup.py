@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cases import mask_spec
 from cases.case import Case, CaseIdError
@@ -24,7 +23,7 @@ from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import build_policy
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import reject_bad_limits
+from conformance.session.run_spec import RunSpec
 from impls.contract.implementation import Implementation
 
 SANDBOXED = KernelOptions()
@@ -53,56 +52,37 @@ def load_project_settings(folder: Path | None = None) -> Settings:
 
 
 def build_kernel_options(
-    *,
-    products: Any = None,
-    in_process: bool = False,
-    timeout: float | None = None,
-    memory: float | None = None,
-    problem: str | None = None,
-    sandbox_read: Sequence[str] = (),
-    sandbox_env: Sequence[str] = (),
-    require_sandbox: bool = False,
-    hidden_files: Sequence[str] = (),
-    handshakes: Sequence[tuple[str, str]] = (),
-    option_prefix: str = "--",
+    spec: RunSpec, *, hidden_files: Sequence[str] | None = None, handshakes: Sequence[tuple[str, str]] = ()
 ) -> KernelOptions:
     """Build the options that say how kernels are found and where they run.
 
     Args:
-      products: the precision in which plain functions multiply f32 operands; None if the user gives none.
-      in_process: whether kernels run in this process.
-      timeout: seconds that one call may take.
-      memory: GiB that a kernel's process may take.
-      problem: the named problem whose operands kernels take.
-      sandbox_read: files and folders that kernels may read besides those that every kernel may.
-      sandbox_env: environment variables that kernels get besides those that every kernel gets.
-      require_sandbox: whether kernels are refused if the sandbox is not complete on this machine.
-      hidden_files: files of the run that kernels must not read.
+      spec: the options of the run.
+      hidden_files: files that kernels must not read; those that the spec names if left out.
       handshakes: pairs of a kernel's name and its handshake with the process that started this one.
-      option_prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
-      CannotJudge: for a limit, a problem or a sandbox option that cannot be used.
+      CannotJudge: for a problem or a sandbox option that cannot be used.
     """
-    reject_bad_limits(timeout, memory, in_process=in_process, option_prefix=option_prefix)
-    if problem is not None and problem not in index_problems():
-        known = ", ".join(index_problems())
+    problem, problems = spec.problem, index_problems()
+    if problem is not None and problem not in problems:
         raise CannotJudge(
-            f"unknown problem {problem!r}: known are {known} (`list problems` describes them)"
-            f"{suggest_name(problem, index_problems())}"
+            f"unknown problem {problem!r}: known are {', '.join(problems)} (`list problems` describes them)"
+            f"{suggest_name(problem, problems)}"
         )
+    hidden = spec.named_files if hidden_files is None else hidden_files
     try:
-        policy = build_policy(list(sandbox_read), list(sandbox_env), list(hidden_files))
+        policy = build_policy(list(spec.sandbox_read), list(spec.sandbox_env), list(hidden))
     except ValueError as error:
-        raise CannotJudge(f"{option_prefix}{error}") from error
+        raise CannotJudge(f"{spec.option_prefix}{error}") from error
     return KernelOptions(
-        products,
-        in_process,
-        timeout,
-        memory,
-        problem,
-        policy,
-        require_sandbox=require_sandbox,
+        products=spec.products,
+        in_process=spec.in_process,
+        timeout=spec.timeout,
+        memory=spec.memory,
+        problem=problem,
+        sandbox=policy,
+        require_sandbox=spec.require_sandbox,
         handshakes=tuple(handshakes),
     )
 

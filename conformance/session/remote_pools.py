@@ -12,7 +12,7 @@ from conformance.judging import cluster
 from conformance.judging.remote_call import Conditions, describe_here
 from conformance.judging.task_pools import TaskPool, build_pool
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import RunSpec
 from impls.contract.implementation import Implementation
 
 
@@ -34,7 +34,7 @@ class RemotePool:
 
 
 def open_pool(
-    options: RunOptions,
+    options: RunSpec,
     implementations: Iterable[Implementation],
     executor: concurrent.futures.Executor | None,
     *,

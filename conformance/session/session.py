@@ -67,8 +67,8 @@ from conformance.session.project_lookup import (
 from conformance.session.remote_pools import RemotePool, open_pool
 from conformance.session.required_platform import select_native
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
-from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
+from conformance.session.run_spec import RunSpec
 from conformance.temporary_folders import remove_abandoned_folders
 from impls.contract.implementation import Implementation
 from reports import conformity, text_format
@@ -177,7 +177,7 @@ class Session:
 
     def __init__(
         self,
-        options: RunOptions,
+        options: RunSpec,
         *,
         implementations: Sequence[Implementation] = (),
         folder: Path | None = None,
@@ -225,19 +225,7 @@ class Session:
             remove_abandoned_folders()
             self._check_files()
         self.settings = load_project_settings(folder)
-        self.kernel_options = build_kernel_options(
-            products=options.products,
-            in_process=options.in_process,
-            timeout=options.timeout,
-            memory=options.memory,
-            problem=options.problem,
-            sandbox_read=options.sandbox_read,
-            sandbox_env=options.sandbox_env,
-            require_sandbox=options.require_sandbox,
-            hidden_files=options.named_files,
-            handshakes=handshakes,
-            option_prefix=options.option_prefix,
-        )
+        self.kernel_options = build_kernel_options(options, handshakes=handshakes)
         self._platform_note = ""
         self.implementations = list(implementations) or self._select_native(self._find_implementations())
         self.plan = self._build_plan()
@@ -320,7 +308,7 @@ class Session:
             names = self.settings.resolve_groups(options.implementations or listed)
         if not names:
             raise CannotJudge(
-                f"nothing to judge: give {options.spell('impl')}=NAME, or list implementations under "
+                f"nothing to judge: give {options.spell('implementations')}=NAME, or list implementations under "
                 "[tool.attention_conformance] in pyproject.toml"
             )
         return find_implementations(names, self.kernel_options)
@@ -340,7 +328,7 @@ class Session:
         for name in self.options.checks:
             if name not in CHECKS_BY_NAME:
                 if "," in name:
-                    raise CannotJudge(f"{name!r} is several names: give {self.options.spell('check')} once for each")
+                    raise CannotJudge(f"{name!r} is several names: give {self.options.spell('checks')} once for each")
                 known = f"known are {', '.join(CHECKS_BY_NAME)}"
                 raise CannotJudge(f"unknown check {name!r}: {known}{suggest_name(name, CHECKS_BY_NAME)}")
         return tuple(check for check in CHECKS if not self.options.checks or check.name in self.options.checks)
@@ -362,7 +350,7 @@ class Session:
             return run_plan.plan_regressions(implementations, checks)
         return run_plan.plan_run(
             implementations,
-            level=options.level or "quick",
+            level=options.chosen_level,
             seeds=options.seeds or (0,),
             query=options.cases,
             checks=checks,
@@ -375,7 +363,7 @@ class Session:
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
             grids = [
-                ImplementationGrids(one, get_grid_level(options.level or "quick"), seed)
+                ImplementationGrids(one, get_grid_level(options.chosen_level), seed)
                 for one in self.implementations
                 for seed in options.seeds or (0,)
             ]
@@ -771,7 +759,7 @@ def _measure_slowness(workers: int) -> float:
 
 
 def run_session(
-    options: RunOptions,
+    options: RunSpec,
     *,
     implementations: Sequence[Implementation] = (),
     show_progress: ShowProgress = show_no_progress,

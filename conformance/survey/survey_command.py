@@ -18,7 +18,7 @@ from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge, choose_exit_code
-from conformance.session.run_options import parse_shard, reject_bad_job_count
+from conformance.session.run_spec import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard

@@ -18,11 +18,12 @@ from beartype import BeartypeConf
 from beartype.door import is_bearable
 
 import conformance
+from conformance.api.argument_checks import SuiteArguments
 from conformance.api.report import Report
 from conformance.gate.kernel_suite import find_suite
 from conformance.testing import conformance_tests
 from impls.contract.argument_validation import validate_arguments
-from impls.contract.declarations import Declarations, Formulas
+from impls.contract.declarations import Formulas
 from tests.api import kernels
 from tests.api.kernels import PLAIN
 
@@ -184,7 +185,7 @@ KINDS: tuple[Any, ...] = (
 
 
 def read_annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    names = {"Implementation": conformance.Implementation, "Declarations": Declarations}
+    names = {"Implementation": conformance.Implementation, "SuiteArguments": SuiteArguments}
     hints = get_type_hints(inspect.unwrap(function), localns=names)
     found: dict[str, Any] = {}
     for name, hint in hints.items():

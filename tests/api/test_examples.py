@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from conformance.api import check_function
+import conformance
+from conformance.api.argument_checks import CheckArguments, SuiteArguments
+from conformance.testing import conformance_tests
 from impls.contract.declarations import Declarations
 from tests.api.examples import debugging, judging, testing
 
@@ -61,10 +67,22 @@ def test_type_checkers_accept_the_examples_and_see_a_wrong_argument(tmp_path: Pa
         assert word in wrong.stdout
 
 
-def test_assert_conforms_takes_the_arguments_of_check() -> None:
-    parameters = set(inspect.signature(check_function.check).parameters)
-    passed_on = set(check_function.CheckArguments.__annotations__) - set(Declarations.__annotations__)
-    assert passed_on == parameters - {"function", "level", "declarations"}
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        (conformance.check, CheckArguments),
+        (conformance.assert_conforms, CheckArguments),
+        (conformance_tests, SuiteArguments),
+    ],
+)
+def test_help_lists_each_option_of_a_call_with_text_and_default(function: Callable[..., Any], kinds: type) -> None:
+    listed = inspect.signature(function).parameters
+    assert kinds.__annotations__.keys() - Declarations.__annotations__.keys() < listed.keys()
+    assert listed["level"].default == "quick"
+    shown = pydoc.plain(pydoc.render_doc(function))
+    for name, parameter in listed.items():
+        assert re.search(rf"^ +(\*\*)?{name}: .", shown, re.MULTILINE), name
+        assert str(parameter) in shown
 
 
 def test_importing_the_tests_of_kernels_loads_no_jax() -> None:

@@ -18,7 +18,7 @@ from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
 from conformance.sensitivity import detection_table
-from conformance.session import project_lookup, run_options
+from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
@@ -34,7 +34,7 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; return 0 if all are detected and every check is needed, 1 if not, 2 if stopped."""
     started = time.perf_counter()
     level = arguments.level or "quick"
-    run_options.reject_bad_job_count(arguments.jobs)
+    run_spec.reject_bad_job_count(arguments.jobs)
     outputs = check_outputs(arguments)
     chosen = project_lookup.load_project_settings()
     bank = arguments.bank

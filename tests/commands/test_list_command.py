@@ -1,4 +1,4 @@
-"""`explain --impl` shows the terms of a bound, and which of them an error resembles."""
+"""`list cases` lists what a run judges. `explain --impl` shows the terms of a bound, and which an error resembles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
+from conformance.session.run_spec import RunSpec
+from conformance.session.session import Session
 
 CASE = "train/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s0"
 KERNELS = """
@@ -68,3 +70,18 @@ def test_what_cannot_be_asked_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "raised" in said(capsys, "--impl=kernels.py:raises")["out"]
     assert run(CASE.replace("causal", "full/sinks"), "--impl=kernels.py:longer") == 2
     assert "does not support" in capsys.readouterr().err
+
+
+def list_cases(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert cli.main(cli.build_parser().parse_args(["list", "cases", *arguments])) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_cases_of_smoke_are_those_that_a_run_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--impl=kernels.py:longer", "--cases=train/f32", "--level=smoke")
+    listed = list_cases(capsys, *words)
+    session = Session(
+        RunSpec(implementations=("kernels.py:longer",), cases="train/f32", level="smoke", in_process=True)
+    )
+    assert listed == list(dict.fromkeys(job.case.id for job in session.jobs if job.is_on_grid))
+    assert set(listed) < set(list_cases(capsys, *words, "--level=quick"))

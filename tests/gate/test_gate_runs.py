@@ -226,7 +226,7 @@ def test_only_what_runs_on_the_required_gpu_is_collected(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to judge: give --impl=NAME"),
+        ([], "nothing to judge: give --conformance-impl=NAME"),
         (["--impl=nope"], "unknown implementation 'nope'"),
         (["--impl=kernel.py:attention", "--conformance-cases=train/f99"], "no case of the grid matches"),
         (

@@ -24,7 +24,7 @@ import pytest
 from conformance.judging import cluster, task_pools
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import build_conditions
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
 from reports.records import ERROR, PASS, Record, read_jsonl
 from reports.runs import COMPLETE, FAILED
@@ -156,7 +156,7 @@ def judge(name: str, address: str | None = None, **options: Any) -> SessionResul
         "diagnose_seconds": 0.0,
     } | options
     return run_session(
-        RunOptions(implementations=(f"{file}:{name}",), cluster=address, **values),
+        RunSpec(implementations=(f"{file}:{name}",), cluster=address, **values),
         show_progress=show,
         executor=executor,
     )
@@ -300,7 +300,7 @@ def test_a_cluster_that_is_not_there_is_one_line(folder: Path, monkeypatch: pyte
 
 def test_objects_cannot_be_judged_elsewhere() -> None:
     with pytest.raises(CannotJudge, match="jobs"):
-        RunOptions(implementations=("dot_product",), cluster="tcp://127.0.0.1:1", jobs=2)
+        RunSpec(implementations=("dot_product",), cluster="tcp://127.0.0.1:1", jobs=2)
 
 
 def test_an_executor_of_spawned_processes_judges_as_this_process_does() -> None:

@@ -43,7 +43,7 @@ def run_and_list_programs(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     really = compilation_cache.store_programs
     with monkeypatch.context() as patched:
         patched.setattr(compilation_cache, "store_programs", keep)
-        found = sandboxed_executor.load_sandboxed(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
+        found = sandboxed_executor.load_sandboxed(f"{kernel}:attention", None, Limits(timeout=60.0, memory=4 * 2**30))
         out = sandboxed_executor.create_executor(found).forward(draw_problem(CASE)).values["out"]
         sandboxed_executor.end_process(found)
     return out, compiled

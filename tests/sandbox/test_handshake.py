@@ -17,7 +17,7 @@ from tests.kernels import naive
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
-LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
+LIMITS = Limits(timeout=60.0, memory=4 * 2**30)
 
 
 @pytest.fixture(autouse=True)

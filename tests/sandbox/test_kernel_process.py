@@ -36,7 +36,7 @@ from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
-LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
+LIMITS = Limits(timeout=60.0, memory=4 * 2**30)
 SANDBOX = SandboxPolicy(variables=("LINGERS",))
 
 
@@ -153,7 +153,7 @@ def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find
 
 @pytest.mark.long
 def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> None:
-    sentence = get_message(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
+    sentence = get_message(find("hangs", dataclasses.replace(LIMITS, timeout=4.0)))
     assert sentence == "CallTimeout: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
 
 
@@ -390,7 +390,7 @@ def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
 
 @pytest.mark.long
 def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
-    apart = sandboxed_executor.create_executor(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
+    apart = sandboxed_executor.create_executor(find("answers_ahead", Limits(timeout=3.0, memory=LIMITS.memory)))
     large = draw_problem(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
     apart.forward(draw_problem(CASE))
     with pytest.raises(kernel_process.CallTimeout, match="does not read"):
@@ -407,7 +407,7 @@ def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernel_process, "_END_SECONDS", 0.1)
     with pytest.raises(implementation_registry.ImplementationNotFound, match="did not return within 1 s"):
         sandboxed_executor.load_sandboxed(
-            f"{HERE}/misbehaving_kernels.py:plain", None, Limits(seconds=1.0, memory=2**40)
+            f"{HERE}/misbehaving_kernels.py:plain", None, Limits(timeout=1.0, memory=2**40)
         )
     forked_process._disconnect()
     server.kill()

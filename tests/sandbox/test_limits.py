@@ -24,7 +24,7 @@ from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
-LIMITS = Limits(seconds=60.0, memory=2**30)
+LIMITS = Limits(timeout=60.0, memory=2**30)
 
 needs_supervisor = pytest.mark.skipif(not supervisor.IS_AVAILABLE, reason="only Linux has a supervisor that measures")
 

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def load_kernel(first: str = "") -> Implementation:
-    limits = Limits(seconds=60.0, memory=4 * 2**30)
+    limits = Limits(timeout=60.0, memory=4 * 2**30)
     return sandboxed_executor.load_sandboxed("kernel.py:attention", None, limits, first_handshake=first)
 
 

@@ -15,7 +15,7 @@ from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.session.failures import CannotJudge
 from conformance.session.required_platform import select_native
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session
 from impls.contract.implementation import Accelerator, Implementation
 from tests.kernels import naive
@@ -81,10 +81,10 @@ import jax
 
 jax.devices()
 jax.default_backend = lambda: "gpu"
-from conformance.session.run_options import RunOptions
+from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session
 
-session = Session(RunOptions(judge_all=True, level="smoke", require_platform="gpu"))
+session = Session(RunSpec(judge_all=True, level="smoke", require_platform="gpu"))
 kept = {one.name: one.accelerator.platform for one in session.implementations}
 print(json.dumps([kept, sorted({job.implementation.name for job in session.jobs}), session.notes]))
 """
@@ -108,7 +108,7 @@ def test_a_machine_without_the_platform_judges_nothing_and_says_so_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = RunOptions(implementations=("dot_product", "splash_tpu"), require_platform="gpu")
+    options = RunSpec(implementations=("dot_product", "splash_tpu"), require_platform="gpu")
     with pytest.raises(CannotJudge) as raised:
         Session(options)
     for part in ("--require-platform=gpu", "JAX computes on cpu here: dot_product", "written for tpu: splash_tpu"):

@@ -12,7 +12,7 @@ import pytest
 from conformance import interrupts
 from conformance.execution.plain_functions import build_implementation
 from conformance.session.failures import CannotJudge, RunStopped
-from conformance.session.run_options import RunOptions, parse_query, parse_shard
+from conformance.session.run_spec import RunSpec, build_spec, parse_shard, read_query
 from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
 from impls.contract.implementation import Implementation
 from reports import runs
@@ -22,7 +22,7 @@ from tests.kernels import naive
 from tests.process_helpers import restore_signal_handlers
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
-FEW = RunOptions(implementations=("given",), cases="train/f32/*.T1.*", checks=("forward",))
+FEW = RunSpec(implementations=("given",), cases="train/f32/*.T1.*", checks=("forward",))
 
 
 def right(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
@@ -44,7 +44,7 @@ def declare(function: object, name: str) -> list[Implementation]:
 
 
 def test_a_function_is_judged_in_the_callers_process() -> None:
-    options = RunOptions(implementations=("right",), case=CASE, checks=("forward",))
+    options = RunSpec(implementations=("right",), case=CASE, checks=("forward",))
     result = run_session(options, implementations=declare(right, "right"))
     assert (result.how, result.exit_code) == (COMPLETE, 0)
     assert {(record.implementation, record.check, record.verdict) for record in result.records} == {
@@ -56,7 +56,7 @@ def test_a_function_is_judged_in_the_callers_process() -> None:
 
 
 def test_a_wrong_function_gives_findings_files_and_exit_code_1(folder: Path) -> None:
-    options = RunOptions(
+    options = RunSpec(
         implementations=("wrong",), case=CASE, checks=("forward",), json="r.jsonl", report="page.html", command="mine"
     )
     result = run_session(options, implementations=declare(wrong, "wrong"))
@@ -105,7 +105,7 @@ def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
 
 
 def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
-    options = RunOptions(**{**vars(FEW), "json": "r.jsonl"})
+    options = RunSpec(**{**vars(FEW), "json": "r.jsonl"})
     whole = run_session(options, implementations=declare(right, "given"))
     (recorded,) = runs.read_runs(folder / "r.jsonl")
     assert recorded.run is not None
@@ -114,7 +114,7 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
     (folder / "r.jsonl").write_text(runs.serialize_run(recorded.run) + "\n" + runs.serialize_job(number, found))
     (folder / "before.jsonl").write_text((folder / "r.jsonl").read_text())
     values = {**vars(FEW), "resume": "r.jsonl", "baseline": "before.jsonl"}
-    session = Session(RunOptions(**values), implementations=declare(right, "given"))
+    session = Session(RunSpec(**values), implementations=declare(right, "given"))
     assert session.find_finished(number) == list(found)
     assert len(session.notes) == 1
     with interrupts.record_signals():
@@ -151,19 +151,20 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
 )
 def test_options_that_no_run_can_have_are_refused(values: dict[str, object], named: tuple[str, ...]) -> None:
     with pytest.raises(CannotJudge) as raised:
-        RunOptions(**values)  # type: ignore[arg-type]
+        RunSpec(**values)  # type: ignore[arg-type]
     assert all(name in str(raised.value) for name in named)
 
 
 def test_messages_spell_options_as_the_caller_does() -> None:
     with pytest.raises(CannotJudge, match="--conformance-memory must be more than zero"):
-        RunOptions(implementations=("a",), memory=0.0, option_prefix="--conformance-")
-    assert RunOptions(implementations=("a",), option_prefix="--conformance-").spell("impl") == "--impl"
+        RunSpec(implementations=("a",), memory=0.0, option_prefix="--conformance-")
+    named = RunSpec(implementations=("a",), option_prefix="--conformance-").spell("implementations")
+    assert named == "--conformance-impl"
 
 
 def test_a_query_of_a_run_record_gives_the_same_options() -> None:
-    options = RunOptions(implementations=("a", "b"), checks=("forward",), seeds=(3,), timeout=2.5, cases="train/*")
-    assert RunOptions(**parse_query(options.build_query())) == options
+    options = RunSpec(implementations=("a", "b"), checks=("forward",), seeds=(3,), timeout=2.5, cases="train/*")
+    assert build_spec(read_query(options.build_query(), "")) == options
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3", "1/10000", "1/99999999999999999999"])
@@ -174,7 +175,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def test_the_plan_says_what_is_judged_and_about_how_long_it_takes() -> None:
-    session = Session(RunOptions(implementations=("dot_product",), level="smoke", jobs=2))
+    session = Session(RunSpec(implementations=("dot_product",), level="smoke", jobs=2))
     line = session.describe_plan()
     for word in ("dot_product", "smoke", f"{len(session.jobs):,} jobs", "2 processes", "about "):
         assert word in line
@@ -184,7 +185,7 @@ def test_numpy_does_not_warn_of_what_a_wrong_kernel_returns() -> None:
     def huge(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
         return naive.attention(q, k, v, causal=causal) / 0.0 * jax.numpy.where(q[..., :1] > 0, 1e38, jax.numpy.nan)
 
-    options = RunOptions(implementations=("huge",), case=CASE, checks=("forward", "gradients", "linearity", "poison"))
+    options = RunSpec(implementations=("huge",), case=CASE, checks=("forward", "gradients", "linearity", "poison"))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=RuntimeWarning)
         result = run_session(options, implementations=declare(huge, "huge"))
