@@ -1,7 +1,7 @@
 """Attention implementations: this project's own, and adapters around published ones (`impls.libraries`).
 
 They import `cases` and the contract (`impls.contract`), and never the oracle or the checks. `impls.catalogue` lists
-them.
+them. What families of kernels share is in `block_arithmetic`, `softmax_merge`, `pallas_tpu` and `pallas_gpu`.
 
 Each of them computes the following, for a query `i`, the keys `j` of its key/value head, and the sink of its query
 head. Comments in the kernels refer to these numbers. Terms of operands that are not given are left out.
