@@ -26,12 +26,12 @@ from reports.detection_section import Detection, build_detection
 from reports.glossary import Glossary, build_glossary
 from reports.limit_distances import DistanceChart, build_distance_charts
 from reports.matrices import Matrix, build_matrices
-from reports.measurements import Measurement
 from reports.measures import Measures, build_measures
 from reports.metrics import Counts, count_verdicts, rank_failure
 from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
 from reports.record_query import RecordFiles
 from reports.records import EXPECTED_FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
+from reports.records.measurement import Measurement
 from reports.section_summaries import SectionSummary
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import format_count

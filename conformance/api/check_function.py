@@ -25,8 +25,7 @@ from impls.contract.argument_validation import validate_arguments
 from impls.contract.declarations import Declarations
 from impls.contract.implementation import Implementation
 from reports import terminal
-from reports.records import Record
-from reports.runs import INTERRUPTED
+from reports.records import INTERRUPTED, Record
 
 _PULLBACK = re.compile(r" --pullback=(\w+)")
 _IN_PROCESS = (

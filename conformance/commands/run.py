@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from conformance.commands.argument_lookup import format_command_line
@@ -15,7 +16,7 @@ from conformance.session.run_annotations import annotate_run
 from conformance.session.run_options import RunOptions, draw_seeds, has_query, parse_query, parse_shard
 from conformance.session.session import FIRST_FAILURE, Session, SessionResult
 from reports import changes_page, terminal
-from reports.runs import FAILED
+from reports.records import FAILED
 
 # Command-line arguments whose field in `RunOptions` has another name: argument to field.
 _FIELDS = {"impl": "implementations", "all": "judge_all", "check": "checks", "seed": "seeds"}
@@ -85,7 +86,7 @@ def _read_resumed_options(name: str, values: dict[str, Any]) -> dict[str, Any]:
         raise CannotJudge(f"--resume={name} has {what}: it takes the file of one run")
     resumed: dict[str, Any] = {}
     if not has_query(values):
-        resumed = parse_query(found[0].query)
+        resumed = parse_query(msgspec.to_builtins(found[0].query))
         resumed["shard"] = parse_shard(found[0].shard) if found[0].shard else None
     both = values | resumed
     if not (both["implementations"] or both["judge_all"]):

@@ -9,9 +9,8 @@ from conformance.session.failures import CannotJudge
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, find_step_summary
 from conformance.session.session import merge_runs
-from reports import runs
 from reports.page_model import build_summary
-from reports.runs import RecordedRun
+from reports.records import RecordedRun, serialize_recorded_run
 
 
 def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], options: RunOptions) -> None:
@@ -27,7 +26,7 @@ def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], op
     """
     outputs = check_outputs(report=options.report, json=options.json, prefix=options.option_prefix)
     outputs = dataclasses.replace(outputs, step=None if before else find_step_summary())
-    lines = "".join(map(runs.serialize_recorded_run, here))
+    lines = "".join(map(serialize_recorded_run, here))
     for path in outputs.journals:
         try:
             with path.open("a" if before else "w", encoding="utf-8") as file:

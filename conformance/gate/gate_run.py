@@ -23,8 +23,7 @@ from conformance.session.process_setup import isolate_settings
 from conformance.session.session import Session, merge_runs
 from impls.contract.implementation import Implementation
 from reports.page_model import Summary, build_summary
-from reports.records import Record
-from reports.runs import End, RecordedRun, Run
+from reports.records import End, Record, RecordedRun, Run
 
 
 class PlannedTests:

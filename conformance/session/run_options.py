@@ -253,7 +253,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     Raises:
       ValueError: for any other text.
     """
-    from reports.record_schema import SHARD_PATTERN  # pytest imports this module before the names are claimed
+    from reports.records import SHARD_PATTERN  # pytest imports this module before the names are claimed
 
     found = re.fullmatch(SHARD_PATTERN, text)
     if found is None or int(found[1]) > int(found[2]):

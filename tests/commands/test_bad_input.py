@@ -17,8 +17,8 @@ import pytest
 
 from conformance import cli
 from reports import records
-from reports.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
-from reports.records import ERROR, FAIL, RED, UNSUPPORTED
+from reports.records import ERROR, FAIL, RECORD_SCHEMA, RED, RUN_SCHEMA, UNSUPPORTED
+from reports.records.measurement import MEASUREMENT_SCHEMA
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
 RECORD = {
