@@ -291,7 +291,7 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
     features, checks = build_matrices(groups)
     cases = _list_cases(groups)
     reasons = _list_reasons(groups)
-    expected = {key: group for key, group in groups.by_result.items() if key[-1] == EXPECTED_FAIL}
+    expected = group_by_result(record for record in groups.records if record.verdict == EXPECTED_FAIL)
     measures = build_measures(groups)
     compiled = build_compiled_section(groups.compilations)
     speed = build_speed_panels(measurements)

@@ -7,13 +7,14 @@ in a file (`reports.records.record_files`): its annotations say which values a f
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
-from reports.printable_text import make_printable
+from reports.printable_text import is_printable, make_printable
 from reports.records.error_map import ErrorMap
 
 RECORD_SCHEMA = "attention-conformance/record/1"
@@ -58,6 +59,9 @@ _TEXT_FIELDS = (
     "reproduce",
     "host",
 )
+_FIGURE_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
+_get_figures = operator.attrgetter(*_FIGURE_FIELDS)
+_get_texts = operator.attrgetter(*_TEXT_FIELDS)
 
 if TYPE_CHECKING:
     Figure: TypeAlias = float
@@ -88,7 +92,8 @@ class Worst(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     bound: Figure
 
     def __post_init__(self) -> None:
-        parse_figures(self, ("got", "expected", "bound"))
+        if str in (type(self.got), type(self.expected), type(self.bound)):
+            parse_figures(self, ("got", "expected", "bound"))
 
 
 class Record(
@@ -161,13 +166,13 @@ class Record(
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict {self.verdict!r} is none of {', '.join(VERDICTS)}")
-        parse_figures(self, ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin"))
-        if str in map(type, self.figures.values()):
+        if str in map(type, _get_figures(self)):
+            parse_figures(self, _FIGURE_FIELDS)
+        if self.figures and str in map(type, self.figures.values()):
             force_setattr(self, "figures", {name: float(figure) for name, figure in self.figures.items()})
-        for name in _TEXT_FIELDS:
-            text = getattr(self, name)
-            if (printable := make_printable(text)) is not text:
-                force_setattr(self, name, printable)
+        if not is_printable("".join(_get_texts(self))):
+            for name in _TEXT_FIELDS:
+                force_setattr(self, name, make_printable(getattr(self, name)))
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -184,9 +189,11 @@ def merge_records(*groups: Iterable[Record]) -> list[Record]:
     Two runs of the same kernel under the same conditions should agree. If one of them fails, the pass of the other
     proves nothing.
     """
-    merged: dict[tuple[str, ...], Record] = {}
-    for record in itertools.chain(*groups):
-        other = merged.get(record.key)
-        if other is None or _WORST_FIRST.index(record.verdict) < _WORST_FIRST.index(other.verdict):
-            merged[record.key] = record
-    return [merged[key] for key in sorted(merged)]
+    ordered = sorted(itertools.chain(*groups), key=lambda record: record.key)
+    merged = ordered[:1]
+    for record in ordered[1:]:
+        if record.key != merged[-1].key:
+            merged.append(record)
+        elif _WORST_FIRST.index(record.verdict) < _WORST_FIRST.index(merged[-1].verdict):
+            merged[-1] = record
+    return merged
