@@ -7,6 +7,7 @@ and the Markdown summary need. `Page` adds what only the HTML page shows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
@@ -240,7 +241,7 @@ class Page:
     glossary: Glossary
     folded: Mapping[str, SectionSummary]
 
-    @property
+    @functools.cached_property
     def case_addresses(self) -> frozenset[str]:
         """The ids of the cases that have an HTML anchor on the page."""
         return frozenset(line.case for line in self.cases)

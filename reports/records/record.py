@@ -92,7 +92,7 @@ class Worst(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     bound: Figure
 
     def __post_init__(self) -> None:
-        if str in (type(self.got), type(self.expected), type(self.bound)):
+        if str in map(type, (self.got, self.expected, self.bound)):
             parse_figures(self, ("got", "expected", "bound"))
 
 

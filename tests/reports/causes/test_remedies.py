@@ -41,7 +41,7 @@ def make_record(
         ratio=0.5 if verdict == PASS else float("inf"),
         limit=4.0,
     )
-    return msgspec.structs.replace(made, **more)  # type: ignore[arg-type]
+    return msgspec.structs.replace(made, **more)
 
 
 LEAKS = [
