@@ -45,13 +45,6 @@ def test_a_record_comes_back_as_it_was() -> None:
     assert msgspec.structs.replace(found, worst=None) == msgspec.structs.replace(RECORD, worst=None)
 
 
-def test_files_are_sorted_and_read_back(tmp_path: Path) -> None:
-    other = msgspec.structs.replace(RECORD, case="decode/f32/x", worst=None)
-    first = msgspec.structs.replace(RECORD, worst=None)
-    records.write_jsonl(tmp_path / "r.jsonl", [first, other])
-    assert records.read_jsonl(tmp_path / "r.jsonl") == [other, first]
-
-
 def test_the_worse_of_two_answers_counts_whichever_comes_first() -> None:
     passed = msgspec.structs.replace(RECORD, verdict=PASS)
     unjudged = msgspec.structs.replace(RECORD, verdict=UNJUDGED)

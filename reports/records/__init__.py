@@ -34,7 +34,6 @@ from reports.records.record_files import (
     RecordFileError,
     has_measurements,
     iter_lines,
-    parse_measurement,
     parse_record,
     parse_run,
     read_jsonl,
@@ -47,7 +46,6 @@ from reports.records.record_files import (
     serialize_record,
     serialize_recorded_run,
     serialize_run,
-    write_jsonl,
     write_measurements,
 )
 from reports.records.run_info import Diagnosis, Extent, RunInfo, SimilarBug

@@ -122,13 +122,6 @@ def serialize_measurement(measurement: Measurement) -> str:
     return serialize_strict_json(data)
 
 
-def write_jsonl(path: Path, records: Iterable[Record]) -> None:
-    """Write records to a file, one line each, in the order of their keys."""
-    output_files.write_text(
-        path, "".join(serialize_record(record) + "\n" for record in sorted(records, key=lambda r: r.key))
-    )
-
-
 def write_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
     """Write measurements to a file in the given order: as they were timed in each round, the baseline first."""
     output_files.write_text(path, "".join(serialize_measurement(measurement) + "\n" for measurement in measurements))
@@ -152,11 +145,6 @@ def parse_run(line: str) -> Run:
     if not isinstance(found, RunLine):
         raise ValueError("the line is no run record")
     return _build_run(found)
-
-
-def parse_measurement(line: str) -> Measurement:
-    """Parse a line that `serialize_measurement` wrote. Raises `ValueError` if it is not a measurement."""
-    return _decode(line, _MEASUREMENT_DECODER)
 
 
 def _parse_line(text: str) -> Line:
@@ -379,7 +367,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     found = []
     for number, text, _ in _iter_text(path, "measurements"):
         try:
-            found.append(parse_measurement(text))
+            found.append(_decode(text, _MEASUREMENT_DECODER))
         except ValueError as error:
             remedy = "altered or of another version, so measure again"
             raise RecordFileError(f"{path}:{number} is not a measurement: {error} ({remedy})") from error

@@ -114,7 +114,7 @@ def list_lines(*, failing: bool) -> list[dict[str, Any]]:
         serialize_job(1, [RED, RAISED] if failing else [msgspec.structs.replace(RED, verdict=PASS, ratio=0.5)]),
         serialize_job(2, [UNJUDGED_RECORD]),
         serialize_probe(msgspec.structs.replace(RED, case=OTHER_CASE)),
-        serialize_end(End(ended="an end", how=INTERRUPTED, reason="a stop", jobs=3, seconds=60.0)),
+        serialize_end(End(ended="2026-01-01T00:01:00+00:00", how=INTERRUPTED, reason="a stop", jobs=3, seconds=60.0)),
     )
     return [json.loads(line) for text in texts for line in text.splitlines()]
 

@@ -50,6 +50,7 @@ def build_run(**changes: Any) -> Run:
         "kernels": {"kernel": Kernel(source="abc", arrays=(CoveringArraySize(strength=2, combinations=4),))},
         "jobs": tuple(PlannedJob("kernel", case, ("forward",), (row,)) for case, row in zip(CASES, ROWS, strict=True)),
         "whole": {"kernel": 4},
+        "resumed": (),
     }
     return Run(**values | changes)
 

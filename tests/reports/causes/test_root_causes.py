@@ -38,7 +38,7 @@ def make_record(
     made = Record(
         implementation="kernel", platform="cpu", case=case, check=check, observable=observable, verdict=verdict
     )
-    return msgspec.structs.replace(made, **more)  # type: ignore[arg-type]
+    return msgspec.structs.replace(made, **more)
 
 
 Wrong = Callable[[str, str], bool]
