@@ -292,8 +292,7 @@ class _Gate:
             # pytest names the line that skips, which is ours.
             report.longrepr = (str(item.path), (suite.line or 0) + 1, report.longrepr[2])
         if call.when == "call" and _JUDGED in item.stash:
-            from reports.records import serialize_record
-            from reports.runs import serialize_run
+            from reports.records import serialize_record, serialize_run
 
             number, found = item.stash[_JUDGED]
             key = _get_run_key(item)
@@ -339,7 +338,7 @@ class _Gate:
     def _get_suite(self, key: str, run: str) -> SuiteRun:
         """Return the run of a kernel of a test file. The first report of each process has the run record."""
         from conformance.gate.gate_run import SuiteRun
-        from reports.runs import parse_run
+        from reports.records import parse_run
 
         if key not in self._suites:
             planned = self._planned.get(key)  # where workers judge, this process has planned nothing
@@ -409,7 +408,7 @@ class _Gate:
         """Follow up on findings, complete the output files, and add failures of the run as a whole."""
         from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
-        from reports.runs import FAILED
+        from reports.records import FAILED
 
         ours = self._session
         assert ours is not None

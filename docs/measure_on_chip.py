@@ -40,9 +40,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a copied tree is not installed
 
-from reports import measurements, output_files, runs  # noqa: E402 # found by the line above
-from reports.measurements import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
-from reports.records import JUDGED, RED, RecordFileError  # noqa: E402 # as above
+from reports import output_files  # noqa: E402 # found by the line above
+from reports.records import JUDGED, RED, RecordedRun, RecordFileError, read_measurements, read_runs  # noqa: E402 # found by the line above  # noqa: E402 # as above
+from reports.records.measurement import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
 
 SCHEMA = "attention-conformance/chip/1"
 _STOP_SECONDS = 15.0  # for an interrupted step to write its files; then it is killed
@@ -472,7 +472,7 @@ class Measuring:
         for path in sorted(self._folder.glob("*.jsonl")):
             if not path.name.startswith(("times-", "tuned-")):
                 try:
-                    recorded += [one for one in runs.read_runs(path) if one.run is not None]
+                    recorded += [one for one in read_runs(path) if one.run is not None]
                 except (OSError, ValueError):
                     self._say(f"{path.name} cannot be read")  # it was killed while it wrote its first line
         return {name: _find_standing(name, recorded, self._plan.platform) for name in self._plan.kernels}
@@ -482,14 +482,14 @@ class Measuring:
         for group in self._plan.groups:
             path = self._folder / f"times-{group.name}.jsonl"
             try:
-                found = measurements.read_measurements(path)
+                found = read_measurements(path)
             except (OSError, RecordFileError):
                 continue
             for one in found:
                 yield _build_row(one, group, standings[one.implementation]["verdict"])
 
 
-def _find_standing(name: str, recorded: Iterable[runs.RecordedRun], on: str) -> dict[str, Any]:
+def _find_standing(name: str, recorded: Iterable[RecordedRun], on: str) -> dict[str, Any]:
     """Return whether a kernel was judged green on the platform `on`, and how much of each level was judged."""
     levels = {}
     is_red = is_green = False

@@ -1,6 +1,6 @@
 """Draw where a result is wrong, as SVG for the HTML page.
 
-An `ErrorMap` (`reports.error_maps`) goes in: the largest error in each cell of a coarse grid over the result. One
+An `ErrorMap` (`reports.records`) goes in: the largest error in each cell of a coarse grid over the result. One
 drawing shades these cells by their error relative to the limit. Another shades the pairs that the mask allows.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from markupsafe import Markup
 
-from reports.error_maps import ErrorMap
+from reports.records import ErrorMap
 from reports.text_format import TIMES
 
 _CELL = 10
@@ -26,7 +26,7 @@ _AXIS_NAMES = {
     "BN": "batch rows and heads",
     "BK": "batch rows and key/value heads",
 }
-# For each cell character of `reports.error_maps`: a colour variable of the page, and its opacity.
+# For each cell character of `reports.records`: a colour variable of the page, and its opacity.
 _SHADES = {
     "-": ("--line", 0.55),
     "0": ("--pass-ink", 0.16),

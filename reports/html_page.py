@@ -16,12 +16,12 @@ from markupsafe import Markup
 
 from reports import output_files
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
-from reports.measurements import Measurement
 from reports.page_model import Page, Summary, build_page
 from reports.ratio_figure import render_distributions
 from reports.record_query import build_query_command
 from reports.record_table import serialize_records
 from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS
+from reports.records.measurement import Measurement
 from reports.template_environment import create_environment
 from reports.text_format import GLYPHS, TIMES
 

@@ -6,13 +6,13 @@ Each cell has the counts of its records, its worst error figure, and the records
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from reports.matrix_rows import CHECK_KINDS, FEATURE_KINDS, group_rows
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, rank_record, rank_share
-from reports.record_groups import NO_FEATURE, Contender, RecordGroups
+from reports.record_groups import NO_FEATURE, Contender, RecordGroups, list_record_features
 from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 SHOWN_PER_CELL = 3
@@ -92,12 +92,12 @@ def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
 
     A record counts in the row of each of its features.
     """
-    features = group_rows(_list_rows(groups.by_feature), FEATURE_KINDS)
-    checks = group_rows(_list_rows(groups.by_check), CHECK_KINDS)
-    contenders = tuple(groups.by_contender)
+    ranked = {contender: sorted(records, key=rank_for_table) for contender, records in groups.by_contender.items()}
+    features = _list_rows(itertools.chain.from_iterable(map(list_record_features, groups.records)))
+    checks = _list_rows(record.check for record in groups.records)
     return (
-        _build_matrix("feature", contenders, features, groups.by_feature),
-        _build_matrix("check", contenders, checks, groups.by_check),
+        _build_matrix("feature", ranked, group_rows(features, FEATURE_KINDS), list_record_features),
+        _build_matrix("check", ranked, group_rows(checks, CHECK_KINDS), lambda record: (record.check,)),
     )
 
 
@@ -111,32 +111,40 @@ def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
     return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
 
 
-def _list_rows(groups: Iterable[tuple[Contender, str]]) -> tuple[str, ...]:
+def _list_rows(names: Iterable[str]) -> tuple[str, ...]:
     """List the rows in the order of first appearance, `NO_FEATURE` last."""
-    rows = dict.fromkeys(row for _, row in groups)
-    return tuple(sorted(rows, key=lambda row: row == NO_FEATURE))
+    return tuple(sorted(dict.fromkeys(names), key=lambda row: row == NO_FEATURE))
 
 
 def _build_matrix(
     kind: str,
-    contenders: tuple[Contender, ...],
+    ranked: Mapping[Contender, Sequence[Record]],
     rows: Sequence[tuple[str, tuple[str, ...]]],
-    groups: Mapping[tuple[Contender, str], Sequence[Record]],
+    list_rows: Callable[[Record], Iterable[str]],
 ) -> Matrix:
-    names = [row for _, found in rows for row in found]
-    places = {contender: place for place, contender in enumerate(contenders)}
-    numbers = {row: number for number, row in enumerate(names)}
-    cells = {
-        (contender, row): MatrixCell(
-            count_verdicts(records),
-            find_worst_metric(records),
-            _list_reasons(records),
-            tuple(heapq.nsmallest(SHOWN_PER_CELL, records, key=rank_for_table)),
-            f"records-{places[contender]}-{kind}-{numbers[row]}",
-        )
-        for (contender, row), records in groups.items()
-    }
-    return Matrix(kind, contenders, tuple(rows), cells, _rank_cells(cells))
+    """Build a matrix from the records of each contender, in the order of the table (`rank_for_table`)."""
+    numbers = {row: number for number, row in enumerate(row for _, found in rows for row in found)}
+    cells = {}
+    for place, (contender, records) in enumerate(ranked.items()):
+        by_row: dict[str, list[Record]] = {}
+        for record in records:
+            for row in list_rows(record):
+                by_row.setdefault(row, []).append(record)
+        for row, found in by_row.items():
+            cells[contender, row] = _build_cell(found, f"records-{place}-{kind}-{numbers[row]}")
+    return Matrix(kind, tuple(ranked), tuple(rows), cells, _rank_cells(cells))
+
+
+def _build_cell(ranked: Sequence[Record], anchor: str) -> MatrixCell:
+    # The first record of each verdict is its worst. Equal ones are then told apart by their keys, as everywhere.
+    worst = {record.verdict: record for record in reversed(ranked)}.values()
+    return MatrixCell(
+        count_verdicts(ranked),
+        find_worst_metric(sorted(worst, key=lambda record: record.key)),
+        _list_reasons(ranked),
+        tuple(ranked[:SHOWN_PER_CELL]),
+        anchor,
+    )
 
 
 def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple[Contender, str], int]:
@@ -148,5 +156,8 @@ def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple
 
 
 def _list_reasons(records: Iterable[Record]) -> tuple[str, ...]:
-    found = dict.fromkeys(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
-    return tuple(found)[:_MAX_REASONS]
+    without = sorted(
+        (record for record in records if record.reason and record.verdict in (UNSUPPORTED, UNJUDGED)),
+        key=lambda record: record.key,
+    )
+    return tuple(dict.fromkeys(record.reason for record in without))[:_MAX_REASONS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -31,11 +32,7 @@ class Metric:
     @property
     def share(self) -> float | None:
         """The value divided by its limit, above 1 if it fails; None without a limit. A limit of 0 admits only 0."""
-        if self.limit is None:
-            return None
-        if self.limit == 0:
-            return self.value if math.isnan(self.value) else (0.0 if self.value == 0 else math.inf)
-        return self.value / self.limit
+        return compute_share(self.value, self.limit)
 
     @property
     def is_over(self) -> bool:
@@ -76,8 +73,17 @@ class Counts:
 
 def count_verdicts(records: Iterable[Record]) -> Counts:
     """Count records by verdict."""
-    counter = Counter(record.verdict for record in records)
+    counter = Counter(map(operator.attrgetter("verdict"), records))
     return Counts({verdict: counter[verdict] for verdict in VERDICTS})
+
+
+def compute_share(value: float, limit: float | None) -> float | None:
+    """Divide an error figure by its limit, as `Metric.share` does."""
+    if limit is None:
+        return None
+    if limit == 0:
+        return value if math.isnan(value) else (0.0 if value == 0 else math.inf)
+    return value / limit
 
 
 def list_metrics(record: Record) -> tuple[Metric, ...]:
@@ -104,8 +110,10 @@ def rank_share(share: float | None) -> float:
 
 def rank_record(record: Record) -> float:
     """Return a sort key for a record: its error figure closest to the limit or furthest beyond it, as a share."""
-    metric = find_decisive_metric(record)
-    return rank_share(metric.share if metric else None)
+    rank = -1.0 if record.ratio is None else rank_share(compute_share(record.ratio, record.limit))
+    if record.rms is None or record.rms_limit is None:
+        return rank
+    return max(rank, rank_share(compute_share(record.rms, record.rms_limit)))
 
 
 def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
@@ -126,5 +134,9 @@ def find_worst_metric(records: Iterable[Record]) -> Metric | None:
     """
     judged = [record for record in records if record.verdict in JUDGED]
     open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]
-    found = (find_decisive_metric(record) for record in open_ones or judged)
-    return max((m for m in found if m is not None), key=lambda metric: rank_share(metric.share), default=None)
+    with_figure = [
+        record
+        for record in open_ones or judged
+        if record.ratio is not None or (record.rms is not None and record.rms_limit is not None)
+    ]
+    return find_decisive_metric(max(with_figure, key=rank_record)) if with_figure else None

@@ -7,6 +7,7 @@ and the Markdown summary need. `Page` adds what only the HTML page shows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
@@ -26,12 +27,12 @@ from reports.detection_section import Detection, build_detection
 from reports.glossary import Glossary, build_glossary
 from reports.limit_distances import DistanceChart, build_distance_charts
 from reports.matrices import Matrix, build_matrices
-from reports.measurements import Measurement
 from reports.measures import Measures, build_measures
 from reports.metrics import Counts, count_verdicts, rank_failure
 from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
 from reports.record_query import RecordFiles
 from reports.records import EXPECTED_FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
+from reports.records.measurement import Measurement
 from reports.section_summaries import SectionSummary
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import format_count
@@ -240,7 +241,7 @@ class Page:
     glossary: Glossary
     folded: Mapping[str, SectionSummary]
 
-    @property
+    @functools.cached_property
     def case_addresses(self) -> frozenset[str]:
         """The ids of the cases that have an HTML anchor on the page."""
         return frozenset(line.case for line in self.cases)
@@ -291,7 +292,7 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
     features, checks = build_matrices(groups)
     cases = _list_cases(groups)
     reasons = _list_reasons(groups)
-    expected = {key: group for key, group in groups.by_result.items() if key[-1] == EXPECTED_FAIL}
+    expected = group_by_result(record for record in groups.records if record.verdict == EXPECTED_FAIL)
     measures = build_measures(groups)
     compiled = build_compiled_section(groups.compilations)
     speed = build_speed_panels(measurements)

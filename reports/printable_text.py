@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_COMMAND_STARTS = ("::", "##[")
-"""First characters of commands to GitHub Actions: the first at the start of a line, the second anywhere in it."""
+# The first character of commands to GitHub Actions: `::` at the start of a line, and `##[` anywhere in it.
 _COMMAND_START = re.compile(r"(?<!\S):(?=:)|#(?=#\[)")
 
 
@@ -17,11 +16,16 @@ def make_printable(text: str) -> str:
     escape sequence, a mark that changes the direction of writing, or half a surrogate pair. So does the first character
     of a command, since words may begin a line.
     """
+    if is_printable(text):
+        return text
     if not text.isprintable():
         text = "".join(x if x.isprintable() else " " if x.isspace() else _escape_character(x) for x in text)
-    if any(start in text for start in _COMMAND_STARTS):
-        text = _COMMAND_START.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    return text
+    return _COMMAND_START.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def is_printable(text: str) -> bool:
+    """Tell whether `make_printable` leaves the text as it is."""
+    return text.isprintable() and "::" not in text and "##[" not in text
 
 
 def make_all_printable(value: Any) -> Any:
@@ -36,8 +40,12 @@ def make_all_printable(value: Any) -> Any:
 
 
 def may_need_escapes(json_line: str) -> bool:
-    """Tell whether a line of JSON may hold a string that `make_printable` changes."""
-    return not json_line.isprintable() or any(start in json_line for start in ("\\", *_COMMAND_STARTS))
+    """Tell whether a line of JSON may hold a string that `make_printable` changes.
+
+    The only control character that JSON admits in strings is DEL, so most lines need no look at each character.
+    """
+    is_plain = "\x7f" not in json_line if json_line.isascii() else json_line.isprintable()
+    return not is_plain or "\\" in json_line or "::" in json_line or "##[" in json_line
 
 
 def _escape_character(character: str) -> str:

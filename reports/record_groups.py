@@ -6,8 +6,11 @@ A contender is an implementation on a platform. An observable is a result that i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+from msgspec import Struct
 
 from reports.records import PASS, UNJUDGED, UNSUPPORTED, Record
 
@@ -20,8 +23,7 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Contender:
+class Contender(Struct, frozen=True, order=True, cache_hash=True):
     """The subject of a verdict: one implementation on one platform.
 
     Attributes:
@@ -70,9 +72,7 @@ class RecordGroups:
       records: all records.
       by_contender: records by contender, contenders in the order of their names.
       by_case: records by case id.
-      by_feature: records by contender and feature; a record is in the group of each of its features.
       by_check: records by contender and check.
-      by_result: records by contender, check, observable and verdict.
       by_dtype: records by dtype and observable.
       by_gradient: records by contender, observable and dtype.
       by_reason: unsupported and unjudged records by contender, verdict and reason.
@@ -82,9 +82,7 @@ class RecordGroups:
     records: Sequence[Record]
     by_contender: Mapping[Contender, Sequence[Record]]
     by_case: Mapping[str, Sequence[Record]]
-    by_feature: Mapping[tuple[Contender, str], Sequence[Record]]
     by_check: Mapping[tuple[Contender, str], Sequence[Record]]
-    by_result: Mapping[tuple[Contender, str, str, str], Sequence[Record]]
     by_dtype: Mapping[tuple[str, str], Sequence[Record]]
     by_gradient: Mapping[tuple[Contender, str, str], Sequence[Record]]
     by_reason: Mapping[tuple[Contender, str, str], Sequence[Record]]
@@ -93,7 +91,12 @@ class RecordGroups:
 
 def get_contender(record: Record) -> Contender:
     """Return the contender that a record is about."""
-    return Contender(record.implementation, record.platform, record.run)
+    return _build_contender(record.implementation, record.platform, record.run)
+
+
+@functools.lru_cache(maxsize=4096)
+def _build_contender(implementation: str, platform: str, run: str) -> Contender:
+    return Contender(implementation, platform, run)
 
 
 def get_target(record: Record) -> str:
@@ -108,7 +111,12 @@ def get_program(record: Record) -> str:
 
 def list_record_features(record: Record) -> tuple[str, ...]:
     """Return the features of a record, each once, or `NO_FEATURE` if it names none."""
-    return tuple(dict.fromkeys(record.features)) or (NO_FEATURE,)
+    return _list_distinct(record.features) or (NO_FEATURE,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _list_distinct(features: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(features))
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -132,18 +140,12 @@ def group_by_result(records: Iterable[Record]) -> dict[tuple[Contender, str, str
 
 def group_records(records: Sequence[Record]) -> RecordGroups:
     """Group the records of a run by every key that the reports need."""
-    by_feature: dict[tuple[Contender, str], list[Record]] = {}
-    for record in records:
-        for feature in list_record_features(record):
-            by_feature.setdefault((get_contender(record), feature), []).append(record)
     without_judgement = (record for record in records if record.verdict in (UNSUPPORTED, UNJUDGED))
     return RecordGroups(
         records=records,
         by_contender=group_by_contender(records),
         by_case=group_by(records, lambda record: record.case),
-        by_feature=by_feature,
         by_check=group_by(records, lambda record: (get_contender(record), record.check)),
-        by_result=group_by_result(records),
         by_dtype=group_by(records, lambda record: (record.dtype, record.observable)),
         by_gradient=group_by(records, lambda record: (get_contender(record), record.observable, record.dtype)),
         by_reason=group_by(without_judgement, _get_reason),

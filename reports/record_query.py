@@ -22,7 +22,7 @@ class RecordFiles:
     Attributes:
       default: the files of the contenders that `by_label` does not have.
       by_label: the files of contenders, by their labels.
-      runs: the ids of each contender's runs (`reports.runs.Run.mark`), by its label. They are needed if its files
+      runs: the ids of each contender's runs (`reports.records.Run.mark`), by its label. They are needed if its files
         also hold other runs.
     """
 

@@ -9,11 +9,11 @@ from typing import Any
 from reports.compiled_section import CompiledSection
 from reports.detection_section import Detection
 from reports.glossary import Glossary
-from reports.measurements import DIFFERS
 from reports.measures import CostTable, Distribution, GradientTable, MarginRow
 from reports.metrics import Counts, rank_share
 from reports.record_groups import RecordGroups
 from reports.records import ERROR, UNJUDGED, RunInfo
+from reports.records.measurement import DIFFERS
 from reports.speed_section import SpeedPanel
 from reports.text_format import format_count, format_duration, format_multiple, format_number
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reports import output_files
-from reports.measurements import Measurement
 from reports.records import RunInfo
+from reports.records.measurement import Measurement
 from reports.speed_section import build_speed_panels, format_speed_headline
 from reports.template_environment import create_environment
 

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from reports.measurements import AGREES, DIFFERS, Measurement
 from reports.record_groups import group_by
+from reports.records.measurement import AGREES, DIFFERS, Measurement
 
 _MIN_SPAN = 1.5
 """The axis of speeds reaches at least this factor to either side of the baseline, so that noise looks small."""

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
-from reports.measurements import AGREES, TIMED, Measurement
 from reports.page_model import Summary
 from reports.printable_text import make_printable
 from reports.record_groups import get_contender
 from reports.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record
+from reports.records.measurement import AGREES, TIMED, Measurement
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import (
     GLYPHS,

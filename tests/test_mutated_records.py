@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import tempfile
@@ -10,15 +9,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.judging.run_aggregation import aggregate_runs
-from reports import records, runs
-from reports.error_maps import ErrorMap
-from reports.records import FAIL, PASS, Record, RecordFileError, Worst
-from reports.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
+from reports import records
+from reports.records import (
+    COMPLETE,
+    FAIL,
+    PASS,
+    CoveringArraySize,
+    End,
+    ErrorMap,
+    Kernel,
+    PlannedJob,
+    Query,
+    Record,
+    RecordedRun,
+    RecordFileError,
+    Run,
+    Worst,
+    read_runs,
+    serialize_end,
+    serialize_job,
+    serialize_probe,
+    serialize_run,
+)
 from tests.reports.report_samples import render_html, render_markdown
 
 CASES = tuple(f"train/f32/B1.T{n}.S{n}.N2.K2.H16.V16/causal/normal/s0" for n in (16, 32))
@@ -27,7 +45,7 @@ RUN = Run(
     command="run",
     level="quick",
     seeds=(0,),
-    query={"impl": ["kernel"], "all": False, "level": None, "seed": [], "timeout": 300.0},
+    query=Query(impl=["kernel"], all=False, level=None, seed=[], timeout=300.0),
     environment={"jax": "0.10.2"},
     tolerances=({"dtype": "f32", "observable": "out", "limit": 4.0},),
     kernels={
@@ -40,6 +58,7 @@ RUN = Run(
     },
     jobs=tuple(PlannedJob("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "01", strict=True)),
     whole={"kernel": 3},
+    resumed=(),
     id="ab12",
 )
 PASSED = Record(
@@ -55,7 +74,7 @@ PASSED = Record(
     limit=4.0,
     figures={"compile_seconds": 0.5, "rows": 3},
 )
-FAILED = dataclasses.replace(
+FAILED = msgspec.structs.replace(
     PASSED,
     case=CASES[1],
     verdict=FAIL,
@@ -67,11 +86,11 @@ FAILED = dataclasses.replace(
 LINES = [
     line
     for text in (
-        runs.serialize_run(RUN),
-        runs.serialize_job(0, [PASSED]),
-        runs.serialize_job(1, [FAILED]),
-        runs.serialize_probe(FAILED),
-        runs.serialize_end(End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=2, seconds=60.0)),
+        serialize_run(RUN),
+        serialize_job(0, [PASSED]),
+        serialize_job(1, [FAILED]),
+        serialize_probe(FAILED),
+        serialize_end(End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=2, seconds=60.0)),
     )
     for line in text.splitlines()
 ]
@@ -162,7 +181,7 @@ def check_reading(content: bytes, reports: Callable[..., str] | None = None) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.jsonl"
         path.write_bytes(content)
-        found = [_read(read, path) for read in (runs.read_runs, records.read_jsonl)]
+        found = [_read(read, path) for read in (read_runs, records.read_jsonl)]
         if reports is not None and found[0]:
             judged, info = aggregate_runs(found[0], command="report")
             reports(judged, info)
@@ -207,7 +226,7 @@ def test_many_changed_files_can_be_shown(content: bytes) -> None:
 
 def test_the_file_that_is_changed_is_one(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("".join(f"{line}\n" for line in LINES))
-    (found,) = runs.read_runs(tmp_path / "r.jsonl")
+    (found,) = read_runs(tmp_path / "r.jsonl")
     assert isinstance(found, RecordedRun)
     assert found.run == RUN
     assert found.is_complete

@@ -15,14 +15,21 @@ import pytest
 
 from conformance import cli
 from conformance.judging.journal import Journal, JournalWriteError
-from reports import output_files, records, runs
+from reports import output_files, records
 from reports.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused, check_output, write_text
-from reports.records import PASS, Record
-from reports.runs import COMPLETE, Run
+from reports.records import COMPLETE, PASS, Record, Run, serialize_run
 from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
-RUN = Run(started="2026-01-01T00:00:00+00:00", command="run --impl=kernel.py:attention", level="quick")
+RUN = Run(
+    started="2026-01-01T00:00:00+00:00",
+    command="run --impl=kernel.py:attention",
+    level="quick",
+    seeds=(),
+    tolerances=(),
+    kernels={},
+    resumed=(),
+)
 
 
 def record() -> Record:
@@ -43,8 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OURS = [
     (RECORDS, records.serialize_record(record()) + "\n"),
-    (RECORDS, runs.serialize_run(RUN) + "\n"),
-    (RECORDS, runs.serialize_run(RUN)[:60]),
+    (RECORDS, serialize_run(RUN) + "\n"),
+    (RECORDS, serialize_run(RUN)[:60]),
     (RECORDS, '{"implementation": "k", "schema": "attention-conformance/measurement/1"}\n'),
     (SUMMARY, "## Attention conformance\n"),
     (TABLE, '{"schema": "attention-conformance/tuned/1", "entries": []}\n'),
@@ -197,8 +204,9 @@ def test_the_command_is_refused_while_another_run_writes_its_file(
 def test_a_process_that_is_killed_leaves_no_lock(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from conformance.judging.journal import Journal\n"
-        "from reports.runs import Run; journal = Journal([Path('r.jsonl')], "
-        "Run(started='2026-01-01T00:00:00+00:00', command='first', level='quick'))\n"
+        "from reports.records import Run; journal = Journal([Path('r.jsonl')], "
+        "Run(started='2026-01-01T00:00:00+00:00', command='first', level='quick', "
+        "seeds=(), tolerances=(), kernels={}, resumed=()))\n"
         "print('locked', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -184,8 +184,8 @@ def test_the_generated_command_line_has_every_command_and_option() -> None:
 def test_the_generated_schema_describes_every_field_of_a_record() -> None:
     text = reference_pages.format_record_schema()
     described = reference_pages.read_attributes(Record)
-    fields = [field.name for field in dataclasses.fields(Record)]
-    assert [name for name in fields if name not in ("run", "schema") and f"| `{name}` |" not in text] == []
+    fields = [name for name in Record.__struct_fields__ if name != "run"]
+    assert [name for name in fields if f"| `{name}` |" not in text] == []
     assert [name for name in fields if not described.get(name)] == []
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from reports import records, runs
-from reports.records import FAIL, PASS, Record
-from reports.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, Run
+from reports import records
+from reports.records import (
+    COMPLETE,
+    FAIL,
+    PASS,
+    CoveringArraySize,
+    End,
+    Kernel,
+    PlannedJob,
+    Query,
+    Record,
+    RecordedRun,
+    Run,
+    list_differences,
+    read_runs,
+    serialize_end,
+    serialize_job,
+    serialize_probe,
+    serialize_run,
+)
 
 CASES = ("train/f32/a", "train/f32/b", "train/f32/c")
 KERNEL = Kernel(
@@ -26,12 +43,13 @@ RUN = Run(
     command="run",
     level="quick",
     seeds=(0,),
-    query={"impl": ["kernel"]},
+    query=Query(impl=["kernel"]),
     environment={"jax": "0.10.2"},
     tolerances=({"dtype": "f32", "limit": 4.0},),
     kernels={"kernel": KERNEL},
     jobs=tuple(PlannedJob("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "012", strict=True)),
     whole={"kernel": 3},
+    resumed=(),
 )
 END = End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=3, seconds=60.0)
 
@@ -43,14 +61,14 @@ def passed(case: str) -> Record:
 
 
 def text(*, jobs: int = 3, run: Run = RUN, end: End | None = END) -> str:
-    lines = runs.serialize_run(run) + "\n"
-    lines += "".join(runs.serialize_job(number, [passed(case)]) for number, case in enumerate(CASES[:jobs]))
-    return lines + (runs.serialize_end(end) + "\n" if end is not None else "")
+    lines = serialize_run(run) + "\n"
+    lines += "".join(serialize_job(number, [passed(case)]) for number, case in enumerate(CASES[:jobs]))
+    return lines + (serialize_end(end) + "\n" if end is not None else "")
 
 
-def read(tmp_path: Path, content: str, name: str = "r.jsonl") -> list[runs.RecordedRun]:
+def read(tmp_path: Path, content: str, name: str = "r.jsonl") -> list[RecordedRun]:
     (tmp_path / name).write_text(content)
-    return runs.read_runs(tmp_path / name)
+    return read_runs(tmp_path / name)
 
 
 def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -73,7 +91,7 @@ def test_wherever_a_file_is_cut_off_finished_jobs_are_there(kept: int, tmp_path:
 
 
 def test_files_that_were_joined_are_runs_beside_each_other(tmp_path: Path) -> None:
-    other = dataclasses.replace(RUN, environment={"jax": "0.12.0"})
+    other = msgspec.structs.replace(RUN, environment={"jax": "0.12.0"})
     first, second = read(tmp_path, text() + text(run=other, jobs=1, end=None))
     assert (first.run, second.run) == (RUN, other)
     assert (len(first.done), len(second.done)) == (3, 1)
@@ -99,7 +117,7 @@ def test_older_files_are_records_without_a_run(tmp_path: Path) -> None:
 )
 def test_what_is_no_word_of_a_run_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is no"):
-        read(tmp_path, runs.serialize_run(RUN) + "\n" + line + "\n")
+        read(tmp_path, serialize_run(RUN) + "\n" + line + "\n")
 
 
 @pytest.mark.parametrize(
@@ -113,28 +131,30 @@ def test_what_is_no_word_of_a_run_is_named_by_file_and_line(line: str, tmp_path:
 def test_a_record_that_answers_another_question_than_its_job_is_refused(
     changed: dict[str, str], why: str, tmp_path: Path
 ) -> None:
-    record = dataclasses.replace(passed(CASES[0]), **changed)  # type: ignore[arg-type] # each is text
+    record = msgspec.structs.replace(passed(CASES[0]), **changed)
     with pytest.raises(ValueError, match=rf"r\.jsonl:3 is not a line of a conformance run: {why}"):
-        read(tmp_path, runs.serialize_run(RUN) + "\n" + runs.serialize_job(0, [record]))
+        read(tmp_path, serialize_run(RUN) + "\n" + serialize_job(0, [record]))
 
 
 def test_a_record_of_a_kernel_that_the_run_does_not_judge_is_refused(tmp_path: Path) -> None:
-    stranger = dataclasses.replace(passed("*"), implementation="other")
-    for line in (records.serialize_record(stranger) + "\n", runs.serialize_probe(stranger)):
+    stranger = msgspec.structs.replace(passed("*"), implementation="other")
+    for line in (records.serialize_record(stranger) + "\n", serialize_probe(stranger)):
         with pytest.raises(ValueError, match="the run judges kernel, and has a record of other"):
             read(tmp_path, text(end=None) + line)
 
 
 def test_a_job_that_is_there_twice_has_both_answers(tmp_path: Path) -> None:
-    failed = dataclasses.replace(passed(CASES[0]), verdict=FAIL)
-    again = runs.serialize_job(0, [failed]) + runs.serialize_job(0, [passed(CASES[0])])
-    (found,) = read(tmp_path, runs.serialize_run(RUN) + "\n" + again)
+    failed = msgspec.structs.replace(passed(CASES[0]), verdict=FAIL)
+    again = serialize_job(0, [failed]) + serialize_job(0, [passed(CASES[0])])
+    (found,) = read(tmp_path, serialize_run(RUN) + "\n" + again)
     assert records.merge_records(found.records) == [failed]
 
 
 def test_what_tells_most_comes_first_of_what_differs() -> None:
     one = RUN.provenance("kernel")
-    changed = dataclasses.replace(RUN, environment={"jax": "0.12.0"}, kernels={"kernel": Kernel(source="abd")})
-    found = runs.list_differences(one, changed.provenance("kernel"))
+    changed = msgspec.structs.replace(
+        RUN, environment={"jax": "0.12.0"}, kernels={"kernel": Kernel(source="abd", arrays=())}
+    )
+    found = list_differences(one, changed.provenance("kernel"))
     assert found == ["declared", "package", "source", "jax"]
-    assert runs.list_differences(one, one) == []
+    assert list_differences(one, one) == []

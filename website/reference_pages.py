@@ -118,29 +118,34 @@ def _list_values(default: object, hint: Any) -> str:
 
 def format_record_schema() -> str:
     """Format each kind of line of a file of records: its fields, their JSON types and what they mean."""
-    from reports import error_maps, measurements, record_schema, records, runs
+    from reports.records.error_map import ErrorMap
+    from reports.records.measurement import Measurement
+    from reports.records.record import Record, Worst
+    from reports.records.run_record import End, JobLine, Kernel, ProbeLine, RunLine
 
-    documented: Iterable[tuple[str, type[Any], type[Any] | None]] = (
-        ("Record", record_schema.RecordLine, records.Record),
-        ("Worst element", record_schema.WorstFields, records.Worst),
-        ("Error map", record_schema.ErrorMapFields, error_maps.ErrorMap),
-        ("Run", record_schema.RunLine, runs.Run),
-        ("Kernel of a run", record_schema.KernelFields, runs.Kernel),
-        ("Finished job", record_schema.JobLine, None),
-        ("Probe of a finding", record_schema.ProbeLine, None),
-        ("End of a run", record_schema.EndLine, runs.End),
-        ("Measurement", record_schema.MeasurementLine, measurements.Measurement),
+    documented: Iterable[tuple[str, type[msgspec.Struct]]] = (
+        ("Record", Record),
+        ("Worst element", Worst),
+        ("Error map", ErrorMap),
+        ("Run", RunLine),
+        ("Kernel of a run", Kernel),
+        ("Finished job", JobLine),
+        ("Probe of a finding", ProbeLine),
+        ("End of a run", End),
+        ("Measurement", Measurement),
     )
     sections = []
-    for title, line, documented_by in documented:
-        meanings = read_attributes(documented_by) if documented_by else {}
+    for title, line in documented:
+        meanings = {name: text for kind in reversed(line.__mro__) for name, text in read_attributes(kind).items()}
         rows = []
         for field in msgspec.structs.fields(line):
+            if field.name == "run":  # a label that no file has
+                continue
             required = "yes" if field.required else ""
             rows.append((f"`{field.name}`", _name_json_type(field.type), required, meanings.get(field.name, "")))
         tag = line.__struct_config__.tag
         sections.append(f"## {title}")
-        sections.append(_plain((inspect.getdoc(documented_by or line) or "").partition("\n\n")[0]))
+        sections.append(_plain((inspect.getdoc(line) or "").partition("\n\n")[0]))
         if tag:
             sections.append(f'`"schema": "{tag}"`')
         sections.append(_format_table(("field", "JSON type", "required", "meaning"), rows))

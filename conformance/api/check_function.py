@@ -23,8 +23,7 @@ from conformance.session.session import FIRST_FAILURE, run_session
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.implementation import Implementation
 from reports import terminal
-from reports.records import Record
-from reports.runs import INTERRUPTED
+from reports.records import INTERRUPTED, Record
 
 _PULLBACK = re.compile(r" --pullback=(\w+)")
 _IN_PROCESS = (

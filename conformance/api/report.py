@@ -15,9 +15,8 @@ from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
 from conformance.session.session import FIRST_FAILURE, SessionResult
 from impls.contract.argument_validation import validate_arguments
-from reports import conformity, html_fragment, html_page, markdown_summary, output_files, runs, terminal
-from reports.records import Record
-from reports.runs import COMPLETE
+from reports import conformity, html_fragment, html_page, markdown_summary, output_files, terminal
+from reports.records import COMPLETE, Record, serialize_recorded_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,7 +110,7 @@ class Report:
         if kind == "report":
             html_page.save_page(target, self.session.summary)
         elif kind == "json":
-            output_files.write_text(target, runs.serialize_recorded_run(self.session.recorded))
+            output_files.write_text(target, serialize_recorded_run(self.session.recorded))
         else:
             output_files.write_text(target, markdown_summary.format_markdown(self.session.summary))
         return target

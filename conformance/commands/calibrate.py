@@ -15,8 +15,7 @@ from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session
 from conformance.truth import calibration, tolerances
 from reports import records
-from reports.records import Record
-from reports.runs import COMPLETE
+from reports.records import COMPLETE, Record
 
 
 def calibrate(arguments: argparse.Namespace) -> int:

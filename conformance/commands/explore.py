@@ -23,8 +23,7 @@ from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
 from reports import terminal
 from reports.page_model import build_summary
-from reports.records import RED
-from reports.runs import COMPLETE, FAILED, INTERRUPTED
+from reports.records import COMPLETE, FAILED, INTERRUPTED, RED
 
 
 def explore(arguments: argparse.Namespace) -> int:

@@ -16,12 +16,12 @@ from conformance.sensitivity import detection_table
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.run_outputs import check_writable, write_summary
-from reports import findings_document, html_page, markdown_summary, measurements, output_files, speed_page, terminal
+from reports import findings_document, html_page, markdown_summary, output_files, speed_page, terminal
 from reports.conformity import DOES_NOT_CONFORM
 from reports.output_files import TABLE
 from reports.page_model import Summary, build_summary
-from reports.records import UNJUDGED, serialize_strict_json
-from reports.runs import RecordedRun
+from reports.records import UNJUDGED, RecordedRun, serialize_strict_json
+from reports.records.measurement import merge_measurements
 
 
 def render_report(arguments: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def render_report(arguments: argparse.Namespace) -> int:
         if place is not None and place.resolve() in read:
             raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
     timed = [name for name in arguments.records if input_files.holds_measurements(name)]
-    measured = measurements.merge_measurements(*(input_files.read_measurements(name) for name in timed))
+    measured = merge_measurements(*(input_files.read_measurements(name) for name in timed))
     recorded = [one for name in arguments.records if name not in timed for one in input_files.read_recorded_runs(name)]
     found, info = aggregate_runs(recorded, command=format_command_line(), detection=detection_table.load_table())
     info = bug_diagnosis.add_diagnoses(info, found)

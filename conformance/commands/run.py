@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from conformance.commands.argument_lookup import format_command_line
@@ -16,7 +17,7 @@ from conformance.session.run_annotations import annotate_run
 from conformance.session.run_spec import RunSpec, build_spec, draw_seeds, read_query, says_what_to_judge
 from conformance.session.session import FIRST_FAILURE, Session, SessionResult
 from reports import changes_page, terminal
-from reports.runs import FAILED
+from reports.records import FAILED
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,7 +77,7 @@ def _read_resumed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]
     if len(found) != 1 or found[0] is None:
         what = f"{len(found)} runs" if len(found) > 1 else "no run record"
         raise CannotJudge(f"--resume={name} has {what}: it takes the file of one run")
-    resumed = {} if says_what_to_judge(given) else read_query(found[0].query, found[0].shard)
+    resumed = {} if says_what_to_judge(given) else read_query(msgspec.to_builtins(found[0].query), found[0].shard)
     both = {**given, **resumed}
     if not (both["impl"] or both["all"]):
         raise CannotJudge(f"--resume={name} is no run of this command: give the options of the command that wrote it")

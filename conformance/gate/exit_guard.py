@@ -128,6 +128,6 @@ def describe_stop(session: pytest.Session) -> str:
 
 def name_end(reason: str) -> str:
     """Return how a run ended, as run records say it, from what `describe_stop` returned."""
-    from reports import runs
+    from reports.records import COMPLETE, INTERRUPTED
 
-    return runs.INTERRUPTED if reason else runs.COMPLETE
+    return INTERRUPTED if reason else COMPLETE

@@ -24,10 +24,8 @@ from conformance.session.run_outputs import check_outputs, find_step_summary
 from conformance.session.run_spec import RunSpec
 from conformance.session.session import Session, merge_runs
 from impls.contract.implementation import Implementation
-from reports import runs
 from reports.page_model import Summary, build_summary
-from reports.records import Record
-from reports.runs import End, RecordedRun, Run
+from reports.records import End, Record, RecordedRun, Run, serialize_recorded_run
 
 
 class PlannedTests:
@@ -260,7 +258,7 @@ def write_outputs(before: Sequence[RecordedRun], here: Sequence[RecordedRun], op
     """
     outputs = check_outputs(report=options.report, json=options.json, prefix=options.option_prefix)
     outputs = dataclasses.replace(outputs, step=None if before else find_step_summary())
-    lines = "".join(map(runs.serialize_recorded_run, here))
+    lines = "".join(map(serialize_recorded_run, here))
     for path in outputs.journals:
         try:
             with path.open("a" if before else "w", encoding="utf-8") as file:

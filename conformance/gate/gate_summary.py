@@ -15,8 +15,7 @@ from conformance.session.session import SessionResult
 from reports import changes, terminal
 from reports.changes import Comparison
 from reports.printable_text import make_printable
-from reports.records import Record
-from reports.runs import Run
+from reports.records import Record, Run
 
 
 def list_test_properties(job: Job, judged: Iterable[Record]) -> list[tuple[str, object]]:

@@ -14,13 +14,27 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from conformance import interrupts
 from conformance.judging import provenance
 from conformance.sandbox import loaded_files
-from reports import output_files, records, runs
+from reports import output_files, records
 from reports.output_files import OutputRefused
-from reports.records import Record
-from reports.runs import End, RecordedRun, Run
+from reports.records import (
+    DIGEST_OF,
+    FAILED,
+    End,
+    Record,
+    RecordedRun,
+    Run,
+    list_differences,
+    read_runs,
+    serialize_end,
+    serialize_job,
+    serialize_probe,
+    serialize_run,
+)
 
 
 class JournalWriteError(Exception):
@@ -47,9 +61,7 @@ class Journal:
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
         self._probes: list[Record] = []
-        beginning = (
-            runs.serialize_run(run) + "\n" + "".join(runs.serialize_job(n, found) for n, found in self._done.items())
-        )
+        beginning = serialize_run(run) + "\n" + "".join(serialize_job(n, found) for n, found in self._done.items())
         self._files: list[_RecordFile] = []
         try:
             for path in dict.fromkeys(paths):
@@ -78,7 +90,7 @@ class Journal:
         """
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
-            self._append_to_files(runs.serialize_job(number, found))
+            self._append_to_files(serialize_job(number, found))
 
     def add_records(self, found: Sequence[Record]) -> None:
         """Write records that belong to no job. Raises `JournalWriteError`."""
@@ -90,7 +102,7 @@ class Journal:
         """Write records of probes, which confirm or refute a finding. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._probes += found
-            self._append_to_files("".join(map(runs.serialize_probe, found)))
+            self._append_to_files("".join(map(serialize_probe, found)))
 
     def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
         """Write how the run ended, and close the files. Raises `JournalWriteError`."""
@@ -103,12 +115,12 @@ class Journal:
         )
         with interrupts.delay_signals():
             self._recorded = dataclasses.replace(self._recorded, end=end)
-            self._append_to_files(runs.serialize_end(end) + "\n")
+            self._append_to_files(serialize_end(end) + "\n")
         self._close()
 
     def abandon(self, reason: str) -> None:
         """End the run because its files cannot be written. All its records stay available in memory."""
-        end = End(ended=provenance.format_current_time(), how=runs.FAILED, reason=reason, jobs=len(self._done))
+        end = End(ended=provenance.format_current_time(), how=FAILED, reason=reason, jobs=len(self._done))
         self._recorded = dataclasses.replace(self._recorded, end=end)
         self._close()
 
@@ -142,7 +154,7 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
       ValueError: if the file is no file of records.
       ResumeMismatchError: if the runs differ: in their plan, versions or kernels.
     """
-    runs_found = runs.read_runs(path)
+    runs_found = read_runs(path)
     if not runs_found or runs_found[0].run is None:
         raise ResumeMismatchError(
             f"{path} has no run record (older versions wrote none), so nothing says which run wrote it"
@@ -157,7 +169,9 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
         raise ResumeMismatchError(f"{path} is from another run: {difference}")
     if recorded.is_complete and len(recorded.done) == len(run.jobs):
         return before, dict(recorded.done)
-    return dataclasses.replace(before, resumed=(*before.resumed, provenance.format_current_time())), dict(recorded.done)
+    return msgspec.structs.replace(before, resumed=(*before.resumed, provenance.format_current_time())), dict(
+        recorded.done
+    )
 
 
 def describe_resumed_jobs(jobs: int) -> str:
@@ -184,11 +198,9 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
         return changed[0]
     for implementation in now.kernels:
         old_facts, new_facts = before.provenance(implementation), now.provenance(implementation)
-        old_facts |= {name: new_facts[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in new_facts}
+        old_facts |= {name: new_facts[name] for file, _ in later if (name := f"{DIGEST_OF}{file}") in new_facts}
         # Report the digest of a single file before the digest of all sources, since it names the changed file.
-        for name in sorted(
-            runs.list_differences(old_facts, new_facts), key=lambda name: not name.startswith(runs.DIGEST_OF)
-        ):
+        for name in sorted(list_differences(old_facts, new_facts), key=lambda name: not name.startswith(DIGEST_OF)):
             label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             old, new = old_facts.get(name), new_facts.get(name)
             return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"

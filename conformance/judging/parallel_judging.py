@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from cases.case_id import parse_case_id
 from conformance.check_api.rotation import Rotation
 from conformance.checks import CHECKS_BY_NAME
@@ -183,7 +185,9 @@ def _judge_as_lines(folder: Path, specs: Sequence[_JobSpec]) -> list[list[str]]:
     except ImplementationNotFound as error:
         raise ImplementationNotFound(f"worker {remote_call.name_process()}: {error}") from error
     host = socket.gethostname()
-    return [[serialize_record(dataclasses.replace(record, host=host)) for record in judged] for judged in judged_jobs]
+    return [
+        [serialize_record(msgspec.structs.replace(record, host=host)) for record in judged] for judged in judged_jobs
+    ]
 
 
 def _forget_kernels() -> None:

@@ -24,7 +24,7 @@ from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import tolerances
 from impls.contract.implementation import Implementation
-from reports.runs import OWN_PROCESS, Kernel, PlannedJob, Run
+from reports.records import OWN_PROCESS, Kernel, PlannedJob, Query, Run
 
 _PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("cases", "conformance", "impls", "reports")
@@ -67,7 +67,7 @@ def build_run(
         level=level,
         seeds=tuple(seeds),
         narrowed=narrowed,
-        query=query or {},
+        query=Query(**(query or {})),
         shard=shard,
         environment=environment.describe_environment() | describe_project(),
         tolerances=table,
@@ -87,6 +87,7 @@ def build_run(
             for job in planned.jobs
         ),
         whole=dict(planned.whole),
+        resumed=(),
     )
 
 

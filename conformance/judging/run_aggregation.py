@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
-from reports import records, runs
-from reports.records import JUDGED, Extent, Record, RunInfo
-from reports.runs import Kernel, RecordedRun, Run
+from reports import records
+from reports.records import COMPLETE, JUDGED, Extent, Kernel, Record, RecordedRun, Run, RunInfo, list_differences
 
 UNKNOWN = "unknown"
 EXPLORATION_LEVEL = "explore"
@@ -166,7 +167,7 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
 
 def _label_records(found: Iterable[Record], label: str) -> tuple[Record, ...]:
     """Return the records with the label of their group, if it has one."""
-    return tuple(dataclasses.replace(record, run=label) for record in found) if label else tuple(found)
+    return tuple(msgspec.structs.replace(record, run=label) for record in found) if label else tuple(found)
 
 
 def _find_provenance(one: RecordedRun, implementation: str) -> dict[str, str] | None:
@@ -188,7 +189,7 @@ def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequenc
     known_provenances = [provenance for provenance in provenances if provenance is not None]
     differing = list(
         dict.fromkeys(
-            name for one, other in itertools.pairwise(known_provenances) for name in runs.list_differences(one, other)
+            name for one, other in itertools.pairwise(known_provenances) for name in list_differences(one, other)
         )
     )
     named = [
@@ -375,7 +376,7 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
             notes.append(f"{where}no run record (older versions wrote none): {lacking}")
         elif one.end is None:
             notes.append(f"{where}the run was killed or still goes on: {len(one.done):,} of its jobs are done")
-        elif one.end.how != runs.COMPLETE:
+        elif one.end.how != COMPLETE:
             notes.append(f"{where}{one.end.how}{f', {one.end.reason}' if one.end.reason else ''}")
     kernels = [each for one in recorded if one.run for each in one.run.kernels.items()]
     notes += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)

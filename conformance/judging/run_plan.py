@@ -18,7 +18,7 @@ from conformance.judging.job import Job
 from conformance.judging.rotation_assignment import assign_rotations, assign_size_rotations
 from conformance.judging.run_levels import get_grid_level
 from impls.contract.implementation import Implementation
-from reports.runs import CoveringArraySize
+from reports.records import CoveringArraySize
 
 
 @dataclasses.dataclass(frozen=True)

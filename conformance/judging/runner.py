@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from conformance import interrupts
@@ -33,8 +34,7 @@ from conformance.truth.error_patterns.map_drawing import draw_error_map
 from conformance.truth.error_patterns.pattern import find_pattern
 from impls.contract.implementation import Implementation
 from reports import records
-from reports.records import Record
-from reports.runs import Run
+from reports.records import Record, Run
 
 ABANDONED_CASE = "no further check of this case was run"
 """The last words of the reason in the record of a check during which the kernel's process died."""
@@ -124,16 +124,16 @@ class Runner:
             stream = _judge_checks(subject, job.checks, rejudge)
         for record in stream:
             if later_files := executor.pop_later_files():
-                record = dataclasses.replace(record, files=later_files)
+                record = msgspec.structs.replace(record, files=later_files)
             yield self._finish_record(record)
 
     def _finish_record(self, record: Record) -> Record:
         settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
-            settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
+            settled = msgspec.structs.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
         if self._format_repetition is not None:
-            return dataclasses.replace(settled, reproduce=self._format_repetition(settled))
-        return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
+            return msgspec.structs.replace(settled, reproduce=self._format_repetition(settled))
+        return msgspec.structs.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
 
     def report_lost(self, job: Job) -> list[Record]:
         """Return the records of a job whose process died: an error for each of its checks."""

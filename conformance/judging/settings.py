@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -147,10 +148,10 @@ class Settings:
                 link = f" ({expected.link})" if expected.link else ""
                 finding = f"finding {expected.finding}: " if expected.finding else ""
                 reasons = filter(None, (record.reason, f"expected: {finding}{expected.reason}{link}"))
-                return dataclasses.replace(record, verdict=records.EXPECTED_FAIL, reason="; ".join(reasons))
+                return msgspec.structs.replace(record, verdict=records.EXPECTED_FAIL, reason="; ".join(reasons))
             if record.verdict == records.PASS and not expected.some:
                 reason = f"passes, but is listed in pyproject.toml as an expected failure: {expected.reason}"
-                return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
+                return msgspec.structs.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
         return record
 
     @staticmethod
@@ -161,9 +162,9 @@ class Settings:
         """
         if record.verdict == records.EXPECTED_FAIL:
             reason, found, _ = record.reason.rpartition("; expected: ")
-            return dataclasses.replace(record, verdict=records.FAIL, reason=reason if found else "")
+            return msgspec.structs.replace(record, verdict=records.FAIL, reason=reason if found else "")
         if record.verdict == records.UNEXPECTED_PASS:
-            return dataclasses.replace(record, verdict=records.PASS, reason="")
+            return msgspec.structs.replace(record, verdict=records.PASS, reason="")
         return record
 
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:

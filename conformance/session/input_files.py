@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from conformance.session.failures import CannotJudge
-from reports import measurements, runs
-from reports.measurements import Measurement
+from reports import records
 from reports.printable_text import make_printable
-from reports.runs import RecordedRun
+from reports.records import RecordedRun
+from reports.records.measurement import Measurement
 
 
 def parse_input_path(name: str) -> Path:
@@ -22,7 +22,7 @@ def read_recorded_runs(name: str) -> list[RecordedRun]:
     """Read the runs of a file of records. Raises `CannotJudge` if it is no such file, or cannot be read."""
     path = parse_input_path(name)
     try:
-        return runs.read_runs(path)
+        return records.read_runs(path)
     except OSError as error:
         raise CannotJudge(f"{make_printable(name)} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -32,7 +32,7 @@ def read_recorded_runs(name: str) -> list[RecordedRun]:
 def holds_measurements(name: str) -> bool:
     """Tell whether a file has measurements. Raises `CannotJudge` if it cannot be read."""
     try:
-        return measurements.has_measurements(Path(name))
+        return records.has_measurements(Path(name))
     except OSError as error:
         raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
 
@@ -40,6 +40,6 @@ def holds_measurements(name: str) -> bool:
 def read_measurements(name: str) -> list[Measurement]:
     """Read the measurements of a file. Raises `CannotJudge` if it is no such file."""
     try:
-        return measurements.read_measurements(Path(name))
+        return records.read_measurements(Path(name))
     except ValueError as error:
         raise CannotJudge(str(error)) from error

@@ -15,8 +15,7 @@ from conformance.session.input_files import read_recorded_runs
 from reports import changes
 from reports.changes import Comparison
 from reports.page_model import build_summary
-from reports.records import Record, RunInfo
-from reports.runs import RecordedRun
+from reports.records import Record, RecordedRun, RunInfo
 
 
 @dataclasses.dataclass(frozen=True)

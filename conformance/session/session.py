@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import jax
+import msgspec
 
 from cases.name_suggestions import suggest_name, suggest_query
 from conformance import interrupts
@@ -75,8 +76,7 @@ from reports import conformity, text_format
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
 from reports.page_model import Summary, build_summary, spell_diagnose_option
-from reports.records import JUDGED, RED, Record, RunInfo
-from reports.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
+from reports.records import COMPLETE, FAILED, INTERRUPTED, JUDGED, RED, Record, RecordedRun, Run, RunInfo, read_runs
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _START_SECONDS, _CHECK_SECONDS = 5.0, 0.05
@@ -394,7 +394,7 @@ class Session:
             kernels=self.kernel_options,
         )
         remote = self._remote.environment if self._remote is not None else {}
-        return dataclasses.replace(run, environment={**run.environment, **remote})
+        return msgspec.structs.replace(run, environment={**run.environment, **remote})
 
     def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
         """Load the run that `--resume` continues, and the records of its finished jobs by number."""
@@ -627,7 +627,7 @@ class Session:
         """Return records of the run as a whole with what reproduces them, if the caller formats that."""
         if (format_repetition := self._format_repetition) is None:
             return list(found)
-        return [dataclasses.replace(record, reproduce=format_repetition(record)) for record in found]
+        return [msgspec.structs.replace(record, reproduce=format_repetition(record)) for record in found]
 
     def _abandon(self, error: JournalWriteError) -> str:
         """End the run without writing its files further, and return the reason for the user."""

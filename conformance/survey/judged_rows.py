@@ -20,9 +20,8 @@ from conformance import interrupts
 from conformance.survey import known_failures
 from conformance.survey.environments import CannotCreateEnvironment, CreatedEnvironment, create_environment
 from conformance.survey.survey_rows import Row
-from reports import output_files, runs
-from reports.records import RecordFileError
-from reports.runs import RecordedRun
+from reports import output_files
+from reports.records import RecordedRun, RecordFileError, read_runs
 
 JUDGED, NOT_INSTALLED, NOT_JUDGED, STOPPED = "judged", "not installed", "not judged", "stopped"
 RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.jsonl"
@@ -189,7 +188,7 @@ def _is_complete(path: Path) -> bool:
 def _read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs of a file; none if it cannot be read."""
     try:
-        return runs.read_runs(path)
+        return read_runs(path)
     except (OSError, RecordFileError):
         return []
 

@@ -24,9 +24,9 @@ from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, jud
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
 from conformance.survey.upstream_findings import read_findings
 from impls.libraries.library_specs import PREFIX, load_libraries
-from reports import measurements, survey_page, survey_results
+from reports import survey_page, survey_results
 from reports.page_model import build_summary
-from reports.records import RecordFileError
+from reports.records import RecordFileError, read_measurements
 from reports.survey_results import FunctionResult, RowResult
 
 
@@ -178,7 +178,7 @@ def _read_speeds(folder: Path) -> dict[str, dict[str, float]]:
     """Read how fast each function was, by mask and phase, in units of this project's; empty without measurements."""
     found: dict[str, dict[str, float]] = {}
     with contextlib.suppress(OSError, RecordFileError):
-        for one in measurements.read_measurements(folder / judged_rows.SPEED):
+        for one in read_measurements(folder / judged_rows.SPEED):
             if one.speed is not None and one.baseline == judged_rows.BASELINE:
                 mask = one.case.split("/")[3]
                 found.setdefault(one.implementation, {})[f"{mask} {one.phase}"] = round(one.speed.median, 3)

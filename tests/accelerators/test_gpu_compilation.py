@@ -32,8 +32,7 @@ from impls.contract.implementation import Implementation
 from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
 from impls.jax_compat import runs_on
-from reports.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from reports.runs import COMPLETE
+from reports.records import COMPLETE, FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 
 CASE = parse_case_id("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
 SMALL = parse_case_id("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")

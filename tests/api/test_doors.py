@@ -12,8 +12,8 @@ import pytest
 
 import conformance
 from conformance.session.session import merge_runs
-from reports import runs
 from reports.page_model import build_summary
+from reports.records import read_runs
 from tests.api import kernels
 from tests.gate.gate_repository import NO_PROBES, Repository, create_repository
 
@@ -47,7 +47,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 def read_findings(file: Path) -> list[tuple[str, str, str]]:
     """Read the cause, case and result of each finding in a file of records."""
-    findings = build_summary(*merge_runs(runs.read_runs(file), command="")).findings
+    findings = build_summary(*merge_runs(read_runs(file), command="")).findings
     return [(text.title, text.finding.smallest.case, text.finding.smallest.observable) for text in findings]
 
 

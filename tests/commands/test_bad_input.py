@@ -17,8 +17,8 @@ import pytest
 
 from conformance import cli
 from reports import records
-from reports.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
-from reports.records import ERROR, FAIL, RED, UNSUPPORTED
+from reports.records import ERROR, FAIL, RECORD_SCHEMA, RED, RUN_SCHEMA, UNSUPPORTED
+from reports.records.measurement import MEASUREMENT_SCHEMA
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
 RECORD = {
@@ -394,6 +394,7 @@ RECORDS = [
     bad_record("nan", line().replace('"pass"', '"pass", "ratio": NaN'), "JSON"),
     bad_record("verdict", line(verdict="fine"), "'fine'", "pass, fail"),
     bad_record("unknown", line(colour="red"), "`colour`"),
+    bad_record("label", line(run="jax 0.12.0"), "`$.run`"),
     bad_record("missing", line(case=...), "`case`"),
     bad_record("name", line(implementation=None), "`$.implementation`"),
     bad_record("reason", line(reason=5), "`$.reason`"),
@@ -427,6 +428,8 @@ MEASUREMENTS = [
 ]
 RUNS = [
     bad_run("level", run_line(level={}), "`$.level`"),
+    bad_run("started", run_line(started="noon"), "`$.started`"),
+    bad_run("seeds-missing", run_line(seeds=...), "`seeds`"),
     bad_run("query", run_line(query=[]), "`$.query`"),
     bad_run("query-impl", run_line(query={"impl": "kernels.py:right"}), "`$.query.impl`"),
     bad_run("query-level", run_line(query={"level": "deepest"}), "`$.query.level`"),

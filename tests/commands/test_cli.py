@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -13,13 +12,15 @@ import time
 from pathlib import Path
 
 import jax
+import msgspec
 import pytest
 
 from conformance import cli
 from conformance.cost.commands import bench
 from conformance.session import session
-from reports import measurements, records
-from reports.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
+from reports import records
+from reports.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, read_measurements
+from reports.records.measurement import FORWARD
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 
@@ -154,7 +155,7 @@ def test_an_expected_failure_that_passes_turns_red(folder: Path) -> None:
 
 
 def without_seconds(path: Path) -> list[records.Record]:
-    return records.merge_records(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
+    return records.merge_records(msgspec.structs.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
 @pytest.mark.long
@@ -268,8 +269,8 @@ def test_a_killed_bench_keeps_what_it_measured(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(bench, "write_outputs", lambda *_, **__: None)  # a killed command does not get there
     words = ("--impl=kernels.py:right", f"--case={CASE}", "--phase=forward", "--runs=1", "--json=b.jsonl")
     run_cli("bench", *words)
-    (found,) = measurements.read_measurements(folder / "b.jsonl")
-    assert (found.implementation, found.phase) == ("kernels.py:right", measurements.FORWARD)
+    (found,) = read_measurements(folder / "b.jsonl")
+    assert (found.implementation, found.phase) == ("kernels.py:right", FORWARD)
 
 
 def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]) -> None:

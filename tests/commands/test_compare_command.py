@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from conformance import cli
-from reports import records, runs
-from reports.records import FAIL, PASS
+from reports import records
+from reports.records import FAIL, PASS, read_runs, serialize_job, serialize_run
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 KERNEL = """
@@ -65,25 +65,25 @@ def test_a_baseline_is_compared_in_one_step(folder: Path, capsys: pytest.Capture
     assert judge("before", "--baseline=before.jsonl") == 0
     assert judge("before", "--baseline=before.jsonl", "--json=before.jsonl") == 2
     assert "is written by this run too" in capsys.readouterr().err
-    assert runs.read_runs(folder / "before.jsonl")[0].is_complete
+    assert read_runs(folder / "before.jsonl")[0].is_complete
 
 
 def test_a_baseline_that_conformed_where_nothing_fails_now_but_something_is_missing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (one,) = runs.read_runs(folder / "before.jsonl")
+    (one,) = read_runs(folder / "before.jsonl")
     assert one.run is not None
-    more = dataclasses.replace(one.records[0], observable="logsumexp")
-    (folder / "more.jsonl").write_text(runs.serialize_run(one.run) + "\n" + runs.serialize_job(0, [*one.records, more]))
+    more = msgspec.structs.replace(one.records[0], observable="logsumexp")
+    (folder / "more.jsonl").write_text(serialize_run(one.run) + "\n" + serialize_job(0, [*one.records, more]))
     assert judge("before", "--baseline=more.jsonl") == 1
     assert "Regression: 1 gone." in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared_is_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (one,) = runs.read_runs(folder / "before.jsonl")
+    (one,) = read_runs(folder / "before.jsonl")
     assert one.run is not None
-    other = dataclasses.replace(one.run, environment={**one.run.environment, "jax": "0.0.1"})
-    text = runs.serialize_run(other) + "\n" + runs.serialize_job(0, one.records)
+    other = msgspec.structs.replace(one.run, environment={**one.run.environment, "jax": "0.0.1"})
+    text = serialize_run(other) + "\n" + serialize_job(0, one.records)
     (folder / "other.jsonl").write_text(text)
     for arguments, message in (
         (["before.jsonl", "absent.jsonl"], "absent.jsonl cannot be read"),
@@ -116,7 +116,9 @@ def test_shards_are_the_whole_run_and_one_that_is_missing_is_missed(folder: Path
     for shard in ("1", "2"):
         assert run(*few, f"--shard={shard}/2", f"--json={shard}.jsonl") == 0
     one, two, whole = (
-        records.merge_records(dataclasses.replace(r, seconds=0.0) for r in records.read_jsonl(folder / f"{name}.jsonl"))
+        records.merge_records(
+            msgspec.structs.replace(r, seconds=0.0) for r in records.read_jsonl(folder / f"{name}.jsonl")
+        )
         for name in ("1", "2", "whole")
     )
     assert one
@@ -153,15 +155,15 @@ def test_a_step_of_github_gets_its_summary(folder: Path, monkeypatch: pytest.Mon
 
 def test_failures_of_one_cause_are_one_group_and_one_entry(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("run", "--impl=before.py:attention", "--cases=train/f32/*/causal", "--check=forward", "--json=all.jsonl")
-    (one,) = runs.read_runs(folder / "all.jsonl")
+    (one,) = read_runs(folder / "all.jsonl")
     assert one.run is not None
     wrong = {
-        number: [dataclasses.replace(record, verdict=FAIL, ratio=9.0, reason="wrong") for record in found]
+        number: [msgspec.structs.replace(record, verdict=FAIL, ratio=9.0, reason="wrong") for record in found]
         for number, found in one.done.items()
         if all(record.verdict == PASS for record in found)
     }
-    jobs = "".join(runs.serialize_job(number, found) for number, found in wrong.items())
-    (folder / "wrong.jsonl").write_text(runs.serialize_run(one.run) + "\n" + jobs)
+    jobs = "".join(serialize_job(number, found) for number, found in wrong.items())
+    (folder / "wrong.jsonl").write_text(serialize_run(one.run) + "\n" + jobs)
     assert (failures := sum(map(len, wrong.values()))) > 2
     capsys.readouterr()
     assert run("compare", "all.jsonl", "wrong.jsonl") == 1

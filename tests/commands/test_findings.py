@@ -13,8 +13,8 @@ import pytest
 from conformance import cli
 from conformance.follow_up import confirmation, shrinker
 from conformance.follow_up.confirmation import Prober
-from reports import records, runs
-from reports.record_schema import PROBE_SCHEMA
+from reports import records
+from reports.records import PROBE_SCHEMA, read_runs
 from tests.process_helpers import restore_signal_handlers
 
 KERNEL = """
@@ -101,7 +101,7 @@ def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
     assert "smallest of finding 1: train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 (" in out
     command = "run --impl=kernel.py:wrong --case=train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 --check=forward"
     assert command in out
-    (recorded,) = runs.read_runs(Path("small.jsonl"))
+    (recorded,) = read_runs(Path("small.jsonl"))
     assert [record.case for record in recorded.records] == [case]
     assert recorded.is_complete
 
@@ -118,7 +118,7 @@ def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(mon
     with restore_signal_handlers():
         assert run("--impl=kernel.py:wrong", *WHAT, "--json=stopped.jsonl", "--diagnose-seconds=5") == 130
     assert len(pressed) == 1
-    (recorded,) = runs.read_runs(Path("stopped.jsonl"))
+    (recorded,) = read_runs(Path("stopped.jsonl"))
     assert recorded.is_complete
     assert recorded.probes == ()
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from reports import records, runs
-from reports.records import Record
-from reports.runs import RecordedRun
+from reports import records
+from reports.records import Record, RecordedRun, read_runs, serialize_run
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
 KERNEL = """
@@ -39,7 +39,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def recorded(path: Path) -> RecordedRun | None:
-    found = runs.read_runs(path) if path.exists() else []
+    found = read_runs(path) if path.exists() else []
     assert len(found) <= 1
     return found[0] if found else None
 
@@ -135,7 +135,7 @@ def in_order(found: RecordedRun | None) -> list[Record]:
     assert found is not None
     assert found.is_complete
     ordered = [*itertools.chain.from_iterable(found.done[number] for number in sorted(found.done)), *found.others]
-    return [dataclasses.replace(record, seconds=0.0, figures={}) for record in ordered]
+    return [msgspec.structs.replace(record, seconds=0.0, figures={}) for record in ordered]
 
 
 def started(words: list[str], home: Path, folder: Path) -> subprocess.Popen[str]:
@@ -352,8 +352,8 @@ def test_what_cannot_be_gone_on_with_is_one_clear_line(
     found = recorded(home / "r.jsonl")
     assert found is not None
     assert found.run is not None
-    changed = dataclasses.replace(found.run, environment={**found.run.environment, "jax": "0.0.1"})
-    (home / "changed.jsonl").write_text(runs.serialize_run(changed) + "\n")
+    changed = msgspec.structs.replace(found.run, environment={**found.run.environment, "jax": "0.0.1"})
+    (home / "changed.jsonl").write_text(serialize_run(changed) + "\n")
     before = (home / "r.jsonl").read_bytes()
     done = subprocess.run(
         command(*arguments), cwd=home, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from conformance import cli
-from reports import runs
-from reports.records import FAIL, PASS, UNSUPPORTED, Record
-from reports.runs import Kernel, PlannedJob, Run
+from reports.records import (
+    FAIL,
+    PASS,
+    UNSUPPORTED,
+    Kernel,
+    PlannedJob,
+    Record,
+    Run,
+    read_runs,
+    serialize_job,
+    serialize_run,
+)
 
 CASES = [f"train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s{seed}" for seed in range(2)]
 
@@ -23,7 +32,17 @@ def run(*arguments: str) -> int:
 def write(name: str, shard: int, verdict: str = PASS, *, done: bool = True) -> str:
     """Write the file of one of two shards, each with one of two cases."""
     jobs = tuple(PlannedJob("it", case, ("forward",)) for case in CASES)
-    ran = Run(started="", command="run", level="quick", shard=f"{shard}/2", jobs=jobs, kernels={"it": Kernel()})
+    ran = Run(
+        started="2026-01-01T00:00:00+00:00",
+        command="run",
+        level="quick",
+        seeds=(0,),
+        shard=f"{shard}/2",
+        tolerances=(),
+        kernels={"it": Kernel(arrays=())},
+        jobs=jobs,
+        resumed=(),
+    )
     record = Record(
         implementation="it",
         platform="cpu",
@@ -35,7 +54,7 @@ def write(name: str, shard: int, verdict: str = PASS, *, done: bool = True) -> s
         limit=None if verdict == UNSUPPORTED else 4.0,
         reason="" if verdict == PASS else "a reason",
     )
-    text = runs.serialize_run(ran) + "\n" + (runs.serialize_job(shard - 1, [record]) if done else "")
+    text = serialize_run(ran) + "\n" + (serialize_job(shard - 1, [record]) if done else "")
     Path(name).write_text(text)
     return name
 
@@ -73,10 +92,10 @@ def test_nothing_judged_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shards_of_two_runs_are_not_those_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     write("1.jsonl", 1), write("2.jsonl", 2)
-    (one,) = runs.read_runs(Path("2.jsonl"))
+    (one,) = read_runs(Path("2.jsonl"))
     assert one.run is not None
-    other = dataclasses.replace(one.run, level="standard")
-    Path("2.jsonl").write_text(runs.serialize_run(other) + "\n" + runs.serialize_job(1, one.records))
+    other = msgspec.structs.replace(one.run, level="standard")
+    Path("2.jsonl").write_text(serialize_run(other) + "\n" + serialize_job(1, one.records))
     assert run("1.jsonl", "2.jsonl", "--gate") == 2
     assert "is missing" in capsys.readouterr().out
 

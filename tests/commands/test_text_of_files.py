@@ -14,25 +14,40 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from reports import measurements, runs
-from reports.measurements import AGREES, FORWARD, Measurement
-from reports.records import ERROR, PASS, UNJUDGED
-from reports.runs import INTERRUPTED, End, PlannedJob
+from reports.records import (
+    ERROR,
+    INTERRUPTED,
+    PASS,
+    UNJUDGED,
+    End,
+    PlannedJob,
+    serialize_end,
+    serialize_job,
+    serialize_measurement,
+    serialize_probe,
+    serialize_run,
+)
+from reports.records.measurement import AGREES, FORWARD, Measurement
 from tests.commands.kernel_folder import run_cli
 from tests.test_mutated_records import CASES, FAILED, PASSED, RUN
 
 OTHER_CASE = CASES[0].replace("s0", "s1")
-KERNEL = dataclasses.replace(
+KERNEL = msgspec.structs.replace(
     RUN.kernels["kernel"], place="ran elsewhere", source="a digest", asks_less=("less",), files={"a file": "its digest"}
 )
-UNJUDGED_RECORD = dataclasses.replace(PASSED, implementation="other", verdict=UNJUDGED, ratio=None, reason="no device")
-RED = dataclasses.replace(FAILED, remedy="a remedy", pattern="a pattern", reproduce="repeat it", host="a host")
-RAISED = dataclasses.replace(RED, check="primal", verdict=ERROR, ratio=None, worst=None, reason="ValueError: a reason")
+UNJUDGED_RECORD = msgspec.structs.replace(
+    PASSED, implementation="other", verdict=UNJUDGED, ratio=None, reason="no device"
+)
+RED = msgspec.structs.replace(FAILED, remedy="a remedy", pattern="a pattern", reproduce="repeat it", host="a host")
+RAISED = msgspec.structs.replace(
+    RED, check="primal", verdict=ERROR, ratio=None, worst=None, reason="ValueError: a reason"
+)
 MEASURED = Measurement(
     implementation="kernel",
     platform="cpu",
@@ -43,6 +58,8 @@ MEASURED = Measurement(
     reason="a reason",
     baseline="kernel",
     samples=(1.0,),
+    speed=None,
+    error=None,
     jax="0.10.2",
 )
 WIDE = 10_000
@@ -83,21 +100,21 @@ FORGED = {
 def list_lines(*, failing: bool) -> list[dict[str, Any]]:
     """List the lines of a file of records: three jobs with records of every kind, a probe, and an end."""
     jobs = (RUN.jobs[0], dataclasses.replace(RUN.jobs[1], checks=("forward", "primal")))
-    run = dataclasses.replace(
+    run = msgspec.structs.replace(
         RUN,
         narrowed="a part",
         command="the command",
         environment={"jax": "0.10.2", "xla_flags": "no flags"},
-        kernels={"kernel": KERNEL, "other": dataclasses.replace(KERNEL, arrays=())},
+        kernels={"kernel": KERNEL, "other": msgspec.structs.replace(KERNEL, arrays=())},
         jobs=(*jobs, PlannedJob("other", CASES[0], ("forward",))),
     )
     texts = (
-        runs.serialize_run(run),
-        runs.serialize_job(0, [PASSED]),
-        runs.serialize_job(1, [RED, RAISED] if failing else [dataclasses.replace(RED, verdict=PASS, ratio=0.5)]),
-        runs.serialize_job(2, [UNJUDGED_RECORD]),
-        runs.serialize_probe(dataclasses.replace(RED, case=OTHER_CASE)),
-        runs.serialize_end(End(ended="an end", how=INTERRUPTED, reason="a stop", jobs=3, seconds=60.0)),
+        serialize_run(run),
+        serialize_job(0, [PASSED]),
+        serialize_job(1, [RED, RAISED] if failing else [msgspec.structs.replace(RED, verdict=PASS, ratio=0.5)]),
+        serialize_job(2, [UNJUDGED_RECORD]),
+        serialize_probe(msgspec.structs.replace(RED, case=OTHER_CASE)),
+        serialize_end(End(ended="2026-01-01T00:01:00+00:00", how=INTERRUPTED, reason="a stop", jobs=3, seconds=60.0)),
     )
     return [json.loads(line) for text in texts for line in text.splitlines()]
 
@@ -124,7 +141,7 @@ def replace_texts(value: Any, texts: Mapping[str, str]) -> Any:
 
 FIXED = r"attention-conformance/.*|inf|nan|pass|fail|error|unjudged|agrees|interrupted|2026.*|[TBN]{1,2}|[-0-9]*"
 """What the schema prescribes, which no other text can replace."""
-TIMED_LINE = json.loads(measurements.serialize_measurement(MEASURED))
+TIMED_LINE = json.loads(serialize_measurement(MEASURED))
 FREE = sorted(
     {
         text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,9 +26,17 @@ from conformance.truth import tolerances
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
 from impls.dot_product import attention
-from reports import measurements, speed_page, speed_section
-from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
-from reports.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
+from reports import speed_page, speed_section
+from reports.records import (
+    ERROR,
+    UNJUDGED,
+    UNSUPPORTED,
+    RunInfo,
+    has_measurements,
+    read_measurements,
+    write_measurements,
+)
+from reports.records.measurement import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles, merge_measurements
 from tests.process_helpers import restore_signal_handlers
 from tests.reports.report_samples import render_html
 
@@ -201,20 +209,20 @@ def test_the_baseline_is_the_first_that_runs_and_is_right(product: None) -> None
 
 def test_measurements_come_back_as_they_were(tmp_path: Path, product: None) -> None:
     path = tmp_path / "m.jsonl"
-    measurements.write_measurements(path, compared().measurements)
-    assert measurements.read_measurements(path) == compared().measurements
-    assert measurements.has_measurements(path)
+    write_measurements(path, compared().measurements)
+    assert read_measurements(path) == compared().measurements
+    assert has_measurements(path)
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
     path.write_text(path.read_text() + '{"schema": "other"}\n')
     with pytest.raises(ValueError, match=r"m\.jsonl:23 is not a measurement: .*'other'"):
-        measurements.read_measurements(path)
+        read_measurements(path)
 
 
 def test_the_later_of_two_measurements_counts(product: None) -> None:
     old = rows(FORWARD)["good"]
-    new = dataclasses.replace(old, samples=(1.0,))
-    assert measurements.merge_measurements([old, rows(BACKWARD)["good"]], [new]) == [new, rows(BACKWARD)["good"]]
+    new = msgspec.structs.replace(old, samples=(1.0,))
+    assert merge_measurements([old, rows(BACKWARD)["good"]], [new]) == [new, rows(BACKWARD)["good"]]
 
 
 @pytest.mark.parametrize(
@@ -223,12 +231,12 @@ def test_the_later_of_two_measurements_counts(product: None) -> None:
 )
 def test_what_no_measurement_can_be_is_refused(changes: dict[str, Any], message: str, product: None) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(rows(FORWARD)["good"], **changes)
+        msgspec.structs.replace(rows(FORWARD)["good"], **changes)
 
 
 def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(product: None) -> None:
     info = RunInfo(command="bench", level="bench", environment={"jax": "x"}, tolerances=[])
-    quick = dataclasses.replace(rows(FORWARD)["scaled"], samples=(1e-9,) * 3)
+    quick = msgspec.structs.replace(rows(FORWARD)["scaled"], samples=(1e-9,) * 3)
     found = [quick if row is rows(FORWARD)["scaled"] else row for row in compared().measurements]
     page = speed_page.render_speed_page(found, info)
     assert speed_section.build_speed_panels(found)[0].fastest in ("good", "forward only", "half dk")
@@ -236,7 +244,7 @@ def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(produ
         assert text in page
     assert 'id="speed"' in render_html([], info, found)
     assert "Nothing in this run was timed" in render_html([], info)
-    hostile = dataclasses.replace(rows(FORWARD)["raises"], reason="<script>alert(1)</script>")
+    hostile = msgspec.structs.replace(rows(FORWARD)["raises"], reason="<script>alert(1)</script>")
     assert "<script>" not in speed_page.render_speed_page([hostile], info)
 
 
@@ -258,7 +266,7 @@ def test_the_command_prints_writes_and_merges(
     assert "jax_nn_cudnn: cuDNN attention needs an NVIDIA GPU" in said.out
     assert "These timings say little" in said.err  # this process compiles fast, for tests
     assert "jax_nn_cudnn" in (tmp_path / "speed.html").read_text()
-    assert [row.outcome for row in measurements.read_measurements(tmp_path / "speed.jsonl")] == [AGREES, UNJUDGED]
+    assert [row.outcome for row in read_measurements(tmp_path / "speed.jsonl")] == [AGREES, UNJUDGED]
     assert run("report", "speed.jsonl", "--report=all.html") == 0
     assert "dot_product" in (tmp_path / "all.html").read_text()
 

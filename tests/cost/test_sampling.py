@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.cost.timing import sampling
 from conformance.cost.timing.sampling import MAX_CALLS, MIN_ROUNDS, WARM_UP_ROUNDS, compare_pairs, count_calls
-from reports.measurements import Quartiles
+from reports.records.measurement import Quartiles
 
 interleave = functools.partial(sampling.interleave, warm_up=math.inf)
 

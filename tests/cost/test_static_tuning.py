@@ -24,7 +24,7 @@ from conformance.execution import implementation_registry
 from impls.contract import tunable
 from impls.splash_tpu import splash_tuning
 from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths
-from reports.measurements import AGREES, Measurement
+from reports.records.measurement import AGREES, Measurement
 
 CASE = parse_case_id("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")
 V6E = next(target for target in list_targets("tpu") if target.name == "v6e")
@@ -315,6 +315,8 @@ def test_tuning_on_a_chip_says_how_well_the_static_order_held(tmp_path: Path) ->
             outcome=AGREES,
             jax="",
             samples=(seconds,) * 5,
+            speed=None,
+            error=None,
         )
         for name, seconds in zip(names, (2.0, 1.0), strict=True)
     ]

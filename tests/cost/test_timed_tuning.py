@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -33,8 +34,8 @@ from impls.flash_gpu import block_sizes as gpu_block_sizes
 from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Kernel, Ring, parse_settings
 from impls.jax_compat import runs_on
-from reports.measurements import AGREES, DIFFERS, FORWARD, Measurement
 from reports.records import ERROR
+from reports.records.measurement import AGREES, DIFFERS, FORWARD, Measurement
 
 _ORDER = ("forward", "dkv", "dq")
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
@@ -63,6 +64,7 @@ def timing(seconds: Mapping[str, float], spread: float = 0.0) -> tuple[timed_tun
                 outcome=AGREES,
                 samples=samples[name],
                 speed=compare_pairs(samples[names[0]], samples[name]),
+                error=None,
             )
             for name in names
         }
@@ -90,7 +92,7 @@ def test_the_fastest_of_the_last_must_be_faster_beyond_the_spread_or_the_next_is
         found = times(names, rounds, limit)
         row = found["a"]
         assert row.speed is not None
-        return {**found, "a": dataclasses.replace(row, speed=row.speed._replace(lower=0.9))}
+        return {**found, "a": msgspec.structs.replace(row, speed=row.speed._replace(lower=0.9))}
 
     assert timed_tuning.halve_candidates(["now", "a", "b"], "now", noisy, TimingLimits(rounds=9))[0] == "b"
 
@@ -332,7 +334,7 @@ class Timer:
         found = times(list(entrants), limits.rounds, limits.seconds)
         outcome = {True: AGREES, False: DIFFERS}
         return [
-            dataclasses.replace(row, outcome=outcome[entrants[name].finding.agrees]) for name, row in found.items()
+            msgspec.structs.replace(row, outcome=outcome[entrants[name].finding.agrees]) for name, row in found.items()
         ], False
 
     @staticmethod

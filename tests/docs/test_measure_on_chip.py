@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from reports import measurements, runs
-from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement
-from reports.records import UNSUPPORTED
+from reports.records import UNSUPPORTED, read_measurements, read_runs
+from reports.records.measurement import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 from website import measurement_tables
 
@@ -70,9 +69,9 @@ def test_a_whole_trial_judges_times_and_makes_a_page(tmp_path: Path) -> None:
     assert found["ceilings"]["copies"]
     for path in folder.glob("*.jsonl"):
         if path.name.startswith("times-"):
-            assert measurements.read_measurements(path)
+            assert read_measurements(path)
         else:
-            assert all(one.is_complete for one in runs.read_runs(path))
+            assert all(one.is_complete for one in read_runs(path))
     assert {path.stem for path in (folder / "raw").iterdir()} == {step["step"] for step in found["steps"]}
     chips = tmp_path / "chips"
     chips.mkdir()
@@ -112,7 +111,7 @@ def test_ctrl_c_in_the_middle_keeps_what_was_done(tmp_path: Path) -> None:
     assert found["versions"]["jax"]
     assert [step["step"] for step in found["steps"]] == ["machine", "smoke-ours-1"]
     assert found["steps"][1]["stopped"] == "interrupted"
-    assert runs.read_runs(folder / "smoke-ours-1.jsonl")
+    assert read_runs(folder / "smoke-ours-1.jsonl")
 
 
 WAITS = """
@@ -141,7 +140,15 @@ def test_a_step_over_its_time_may_write_its_files_and_then_ends(
 def build_measurement(kernel: str, phase: str, seconds: float, outcome: str = AGREES) -> Measurement:
     samples = (seconds, seconds) if outcome != UNSUPPORTED else ()
     return Measurement(
-        implementation=kernel, platform="cpu", device="cpu", case=CASE, phase=phase, outcome=outcome, samples=samples
+        implementation=kernel,
+        platform="cpu",
+        device="cpu",
+        case=CASE,
+        phase=phase,
+        outcome=outcome,
+        samples=samples,
+        speed=None,
+        error=None,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cases.case_id import parse_case_id
@@ -17,8 +17,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_options import KernelOptions
 from impls.contract.implementation import Implementation
-from reports.records import FAIL, PASS, Record
-from reports.runs import Run
+from reports.records import FAIL, PASS, Record, Run
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
@@ -50,7 +49,9 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Implementation:
 
 def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record]]:
     """Judge three cases, and return their journal and records."""
-    journal = Journal([], Run(started="", command="run", level="quick"))
+    journal = Journal(
+        [], Run(started="", command="run", level="quick", seeds=(), tolerances=(), kernels={}, resumed=())
+    )
     for parts in ("", "sinks/", "sinks/"):
         journal.add_records(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))
     return journal, list(journal.recorded.records)
@@ -89,7 +90,7 @@ def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:
 
     kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
     known = [
-        dataclasses.replace(one, implementation=kernel.name)
+        msgspec.structs.replace(one, implementation=kernel.name)
         for one in (took(CAUSAL.format(""), 3.0), took(CAUSAL.format("sinks/"), 1.0))
     ]
     allowance = ProbeBudget(Asked(Settings()), 2.0, known)

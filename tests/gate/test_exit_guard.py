@@ -30,12 +30,13 @@ EXPECTS_FAILURES = (
 )
 # Every judgement passes; only the verdict of a record says that it is red.
 JUDGES_BY_ITSELF = """
-import dataclasses
 def pytest_collection_finish(session):
+    import msgspec
     from conformance.judging import runner
     judge = runner.Runner.judge
     def kindly(*given, **named):
-        return [dataclasses.replace(record, verdict="pass", ratio=None, rms=None) for record in judge(*given, **named)]
+        found = judge(*given, **named)
+        return [msgspec.structs.replace(record, verdict="pass", ratio=None, rms=None) for record in found]
     runner.Runner.judge = kindly
 """
 LEAVES_OUT = "def pytest_collection_modifyitems(items):\n    del items[-1]\n"

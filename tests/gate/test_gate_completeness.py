@@ -13,7 +13,7 @@ from conformance.gate import keyword_selection
 from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
 from impls.contract.implementation import Accelerator
-from reports import runs
+from reports.records import INTERRUPTED, read_runs
 from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
@@ -43,13 +43,13 @@ def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) 
     words = (FEW_CASES, "--conformance-in-process", "-n", "2")
     result = run_gate(repository, *words, "--conformance-json=r.jsonl", name="crashes")
     assert result.ret == 2
-    (found,) = runs.read_runs(repository.path / "r.jsonl")
+    (found,) = read_runs(repository.path / "r.jsonl")
     assert found.end is not None
-    assert found.end.how == runs.INTERRUPTED
+    assert found.end.how == INTERRUPTED
     assert "have no records" in found.end.reason
     before = len(found.done)
     assert run_gate(repository, *words, "--conformance-resume=r.jsonl", name="crashes").ret == 0
-    (found,) = runs.read_runs(repository.path / "r.jsonl")
+    (found,) = read_runs(repository.path / "r.jsonl")
     assert found.is_complete
     assert len(found.done) > before
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
-from reports import records, runs
-from reports.records import FAIL
+from reports import records
+from reports.records import FAIL, read_runs
 from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
@@ -133,6 +133,6 @@ def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
     assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)
     result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * case* in * s*"])
     result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "  *planted bug*"])
-    (recorded,) = runs.read_runs(repository.path / "r.jsonl")
+    (recorded,) = read_runs(repository.path / "r.jsonl")
     assert {record.check for record in recorded.probes} >= {"forward", "gradients"}
     assert {record.check for record in recorded.records} == {"forward"}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from reports import records, runs
-from reports.records import PASS, UNSUPPORTED
+from reports import records
+from reports.records import PASS, UNSUPPORTED, read_runs, serialize_job, serialize_run
 from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
@@ -21,7 +21,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 
 def strip_seconds(path: Path) -> list[records.Record]:
-    return records.merge_records(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
+    return records.merge_records(msgspec.structs.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
 @pytest.mark.long
@@ -109,7 +109,7 @@ def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -
     found = records.read_jsonl(repository.path / "r.jsonl")
     assert {record.check for record in found} == {"forward"}
     said = "narrowed to --conformance-cases='train/f32/*.T1.*' -k 'forward and kernel'"
-    (recorded,) = runs.read_runs(repository.path / "r.jsonl")
+    (recorded,) = read_runs(repository.path / "r.jsonl")
     assert recorded.run is not None
     assert f"narrowed to {recorded.run.narrowed}" == said
     assert '<property name="checks" value="forward" />' in (repository.path / "j.xml").read_text()
@@ -125,19 +125,19 @@ def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.
     assert "## Attention conformance" in (repository.path / "step.md").read_text()
     stopped = run_gate(repository, FEW_CASES, "--conformance-json=r.jsonl", "-k", "normal")
     assert stopped.ret == 0
-    (before,) = runs.read_runs(repository.path / "r.jsonl")
+    (before,) = read_runs(repository.path / "r.jsonl")
     assert before.run is not None
     kept = dict(list(before.done.items())[:2])
     lines = [
-        runs.serialize_run(before.run) + "\n",
-        *(runs.serialize_job(number, found) for number, found in kept.items()),
+        serialize_run(before.run) + "\n",
+        *(serialize_job(number, found) for number, found in kept.items()),
     ]
     (repository.path / "r.jsonl").write_text("".join(lines))
     resumed = run_gate(repository, FEW_CASES, "--conformance-resume=r.jsonl", "-n", "2")
     assert resumed.ret == 0
     resumed.stdout.fnmatch_lines(["* jobs were taken from the resumed file*"])
     assert strip_seconds(repository.path / "r.jsonl") == strip_seconds(repository.path / "whole.jsonl")
-    (after,) = runs.read_runs(repository.path / "r.jsonl")
+    (after,) = read_runs(repository.path / "r.jsonl")
     assert after.is_complete
     assert after.run is not None
     assert len(after.run.resumed) == 1
@@ -293,7 +293,7 @@ def test_the_suite_of_a_junit_file_says_what_holds_for_the_run(
 ) -> None:
     options = (FEW_CASES, "-k", "forward", "--junitxml=j.xml", "--conformance-json=r.jsonl", "--conformance-seed=3")
     assert run_gate(repository, *options, *processes).ret == 0
-    (recorded,) = runs.read_runs(repository.path / "r.jsonl")
+    (recorded,) = read_runs(repository.path / "r.jsonl")
     assert recorded.run is not None
     (found,) = ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties")
     said = {each.attrib["name"]: each.attrib["value"] for each in found}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from conformance.testing import conformance_tests
-from reports import records, runs
+from reports import records
+from reports.records import read_runs
 from tests.gate.gate_repository import NO_PROBES, GateRun, Repository
 
 TEST_FILE = """
@@ -114,7 +115,7 @@ def test_tests_are_selected_by_case_and_by_check(repository: Repository) -> None
     assert kept == [test for test in everything if test != capped[0]]
     by_check = run_tests(repository, "-k", "forward and right", "--conformance-json=r.jsonl")
     assert by_check.ret == 0
-    (recorded,) = runs.read_runs(repository.path / "r.jsonl")
+    (recorded,) = read_runs(repository.path / "r.jsonl")
     assert recorded.run is not None
     assert len(recorded.done) == len(recorded.run.jobs)  # what was deselected is not missing
     by_check.stdout.fnmatch_lines(["*passes as far as checked (narrowed to * -k 'forward and right'*"])
@@ -134,7 +135,7 @@ def test_workers_collect_the_same_tests_and_one_report_covers_all_kernels(reposi
     result = run_tests(repository, "-n", "2", "--conformance-report=r.html", "-v")
     assert result.ret == 1
     assert "Different tests were collected" not in result.stdout.str()
-    found = runs.read_runs(repository.path / "r.jsonl")
+    found = read_runs(repository.path / "r.jsonl")
     assert [list(one.run.kernels) for one in found if one.run] == [["test_mine:attention"], ["test_mine:capped_wrong"]]
     assert all(one.is_complete and one.run and len(one.done) == len(one.run.jobs) for one in found)
     page = (repository.path / "r.html").read_text()
@@ -202,7 +203,7 @@ def test_functions_and_closures_with_declarations_are_judged_in_a_sandbox(reposi
     failed = result.list_failed()
     assert failed
     assert all(test.startswith("test_mine.py::test_closure[") for test in failed)
-    runs_of_both = [one.run for one in runs.read_runs(repository.path / "r.jsonl") if one.run is not None]
+    runs_of_both = [one.run for one in read_runs(repository.path / "r.jsonl") if one.run is not None]
     assert [list(run.kernels) for run in runs_of_both] == [
         ["test_mine:attention"],
         ["test_mine:build.<locals>.<lambda>"],

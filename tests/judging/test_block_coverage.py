@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from cases.case import Case
@@ -95,7 +96,7 @@ def test_how_many_cases_are_declined_is_in_the_verdict(judged: int, declined: in
     right = build_pass(Case())
     rows = [{"implementation": "it (cpu)", "cases judged": judged, "declined": declined}]
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], coverage=rows)
-    found = [right, dataclasses.replace(right, check="gradients")]
+    found = [right, msgspec.structs.replace(right, check="gradients")]
     assert build_summary(found, run).headline == says
 
 
@@ -107,7 +108,7 @@ def test_the_share_of_cases_is_not_that_of_a_narrowed_run() -> None:
 
 def test_the_verdict_says_so() -> None:
     right = build_pass(Case())
-    others = dataclasses.replace(right, check="gradients")
+    others = msgspec.structs.replace(right, check="gradients")
     blocks = {"it": "one block of 128 queries"}
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], few_blocks=blocks)
     said = build_summary([right, others], run).headline

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.judging import cluster, task_pools
@@ -26,8 +27,7 @@ from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import build_conditions
 from conformance.session.run_spec import RunSpec
 from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
-from reports.records import ERROR, PASS, Record, read_jsonl
-from reports.runs import COMPLETE, FAILED
+from reports.records import COMPLETE, ERROR, FAILED, PASS, Record, read_jsonl
 from tests.bank.__main__ import main as measure_bank
 from tests.commands.kernel_folder import run_cli
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, wait_until
@@ -166,7 +166,7 @@ def strip(records: Sequence[Record]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Return the fields of each record, by its key, without those that say where and how fast it was judged."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for record in records:
-        fields = dataclasses.asdict(record)
+        fields = msgspec.structs.asdict(record)
         del fields["host"], fields["seconds"]
         fields["figures"] = {name: value for name, value in record.figures.items() if "seconds" not in name}
         found[record.key] = fields

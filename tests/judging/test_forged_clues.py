@@ -13,7 +13,8 @@ from conformance import cli
 from conformance.execution import implementation_registry
 from conformance.judging import explorer
 from conformance.sandbox.kernel_process import ProcessLost
-from reports import records, runs
+from reports import records
+from reports.records import FAILED, read_runs
 
 KERNEL = """\
 from conformance.execution import kernel_constants
@@ -94,7 +95,7 @@ def test_explore_ends_at_forged_clues(
     assert seed == "seed 0"
     assert line.startswith("error: forges.py:attention ")
     assert "run" in line
-    (recorded,) = runs.read_runs(tmp_path / "r.jsonl")
+    (recorded,) = read_runs(tmp_path / "r.jsonl")
     assert recorded.end is not None
-    assert recorded.end.how == runs.FAILED
+    assert recorded.end.how == FAILED
     assert records.read_jsonl(tmp_path / "r.jsonl") == []

@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.execution import source_digests
@@ -16,8 +17,21 @@ from conformance.judging.run_aggregation import aggregate_runs
 from conformance.truth import tolerances
 from reports import conformity
 from reports.page_model import build_summary
-from reports.records import FAIL, PASS, UNJUDGED, Record, RunInfo
-from reports.runs import COMPLETE, INTERRUPTED, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
+from reports.records import (
+    COMPLETE,
+    FAIL,
+    INTERRUPTED,
+    PASS,
+    UNJUDGED,
+    CoveringArraySize,
+    End,
+    Kernel,
+    PlannedJob,
+    Record,
+    RecordedRun,
+    Run,
+    RunInfo,
+)
 from tests.reports.report_samples import render_html, render_markdown
 
 SHAPE = "B1.T{0}.S{0}.N2.K2.H64.V64/causal/normal/s0"
@@ -36,6 +50,7 @@ def build_run(**changes: Any) -> Run:
         "kernels": {"kernel": Kernel(source="abc", arrays=(CoveringArraySize(strength=2, combinations=4),))},
         "jobs": tuple(PlannedJob("kernel", case, ("forward",), (row,)) for case, row in zip(CASES, ROWS, strict=True)),
         "whole": {"kernel": 4},
+        "resumed": (),
     }
     return Run(**values | changes)
 
@@ -106,7 +121,10 @@ def test_the_state_of_a_run_says_that_it_was_not_all() -> None:
         render_summary(build_recorded(0, jobs=build_run().jobs[:1], level="smoke", narrowed="--check=forward"))[1]
     ) == ("complete at smoke, narrowed to --check=forward")
     other = build_recorded(
-        0, jobs=(PlannedJob("other", CASES[0], ("forward",)),), kernels={"other": Kernel()}, narrowed="one case"
+        0,
+        jobs=(PlannedJob("other", CASES[0], ("forward",)),),
+        kernels={"other": Kernel(arrays=())},
+        narrowed="one case",
     )
     other = dataclasses.replace(other, done={0: (build_record(CASES[0], implementation="other"),)})
     assert conformity.format_state(render_summary(build_recorded(*ALL), other)[1]) == "complete, narrowed in part"
@@ -204,7 +222,7 @@ def test_what_differs_tells_runs_apart(name: str, labels: set[str]) -> None:
 
 def test_other_platforms_need_no_such_words() -> None:
     gpu = build_recorded(*ALL, environment={"jax": "0.10.2", "backend": "gpu"}, source="gpu.jsonl")
-    done = {number: (dataclasses.replace(found[0], platform="gpu"),) for number, found in gpu.done.items()}
+    done = {number: (msgspec.structs.replace(found[0], platform="gpu"),) for number, found in gpu.done.items()}
     found, info = aggregate_runs(
         [build_recorded(*ALL, source="cpu.jsonl"), dataclasses.replace(gpu, done=done)], command="report"
     )
@@ -236,7 +254,9 @@ def test_few_blocks_come_from_the_record() -> None:
 
 def test_an_implementation_that_no_job_reached_is_named() -> None:
     jobs = (*build_run().jobs, PlannedJob("other", CASES[0], ("forward",)))
-    _, info = render_summary(build_recorded(0, how=None, jobs=jobs, kernels={**build_run().kernels, "other": Kernel()}))
+    _, info = render_summary(
+        build_recorded(0, how=None, jobs=jobs, kernels={**build_run().kernels, "other": Kernel(arrays=())})
+    )
     assert "other: none of its jobs was judged" in info.notes
 
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from cases.operand_registry import OBSERVABLES
 from reports import html_page, markdown_summary, terminal
-from reports.measurements import Measurement
 from reports.page_model import build_page, build_summary
 from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, VERDICTS, Record, RunInfo, Worst
+from reports.records.measurement import Measurement
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.example/x.png> `</code>` | $\\frac{'
 

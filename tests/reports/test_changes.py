@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -125,25 +126,28 @@ def test_a_kernel_before_and_after_may_have_two_names_and_two_chips_two_platform
     before = [make_record(number, implementation="old.py:attention") for number in range(3)]
     after = [make_record(number, implementation="new.py:attention", platform="tpu") for number in range(3)]
     assert compare_records(before, after).changes == ()
-    worse = [*after[:2], dataclasses.replace(after[2], verdict=FAIL)]
+    worse = [*after[:2], msgspec.structs.replace(after[2], verdict=FAIL)]
     assert compare_records(before, worse).counts == {NEW_FAILURE: 1}
 
 
 def test_ratios_that_move_are_shown_and_no_regression() -> None:
     old = [make_record(number) for number in range(40)]
     assert not compare_records(old, old).single_shifts
-    slightly = [dataclasses.replace(one, ratio=1.0 + 0.01 * (place % 7)) for place, one in enumerate(old)]
+    slightly = [msgspec.structs.replace(one, ratio=1.0 + 0.01 * (place % 7)) for place, one in enumerate(old)]
     assert not compare_records(old, slightly).single_shifts
     assert not compare_records(old, slightly).common_shifts
-    all_of_them = [dataclasses.replace(one, ratio=1.5) for one in old]
+    all_of_them = [msgspec.structs.replace(one, ratio=1.5) for one in old]
     found = compare_records(old, all_of_them)
     assert [round(moved.factor, 3) for moved in found.common_shifts] == [1.5]
     assert not found.single_shifts
-    one_alone = [dataclasses.replace(old[0], ratio=3.9), *old[1:]]
+    one_alone = [msgspec.structs.replace(old[0], ratio=3.9), *old[1:]]
     assert not compare_records(old, one_alone).common_shifts
-    far = [dataclasses.replace(old[0], ratio=1.0 / 5), *old[1:]]
+    far = [msgspec.structs.replace(old[0], ratio=1.0 / 5), *old[1:]]
     assert [moved.example for moved in compare_records(old, far).single_shifts] == [CASE.format(0)]
-    small = [dataclasses.replace(one, ratio=1e-3) for one in old], [dataclasses.replace(one, ratio=0.1) for one in old]
+    small = (
+        [msgspec.structs.replace(one, ratio=1e-3) for one in old],
+        [msgspec.structs.replace(one, ratio=0.1) for one in old],
+    )
     assert not compare_records(*small).single_shifts  # far below the limit, before and after
     assert not found.regressions
 
@@ -151,7 +155,7 @@ def test_ratios_that_move_are_shown_and_no_regression() -> None:
 def test_every_text_says_it() -> None:
     old = [make_record(number) for number in range(40)]
     hostile = "<script>alert(1)</script>"
-    new = [make_record(0, FAIL, reason=hostile), *(dataclasses.replace(one, ratio=3.0) for one in old[1:])]
+    new = [make_record(0, FAIL, reason=hostile), *(msgspec.structs.replace(one, ratio=3.0) for one in old[1:])]
     found = compare_records(old, new)
     console = Console(file=io.StringIO(), width=100, color_system=None)
     changes_page.print_comparison(found, console)
@@ -168,7 +172,7 @@ def test_every_text_says_it() -> None:
 def test_the_page_has_one_section_for_each_cause() -> None:
     names = [(check, observable) for check in ("forward", "gradients") for observable in ("out", "dq")]
     old = [make_record(number, check=check, observable=result) for number in range(3) for check, result in names]
-    new = [dataclasses.replace(one, verdict=FAIL, ratio=9.0) for one in old]
+    new = [msgspec.structs.replace(one, verdict=FAIL, ratio=9.0) for one in old]
     findings = build_summary(new, INFO).findings
     found = dataclasses.replace(compare_records(old, new), new_findings=findings)
     page = changes_page.render_changes_page(found, (old, INFO), (new, INFO))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from reports.error_map_figure import render_error_map
-from reports.error_maps import MAX_CELLS, ErrorMap
+from reports.records import MAX_CELLS, ErrorMap
 from tests.reports.markup import strip_scripts
 from tests.reports.report_samples import (
     HOSTILE,
@@ -61,7 +61,7 @@ def test_the_mask_is_drawn_in_the_shade_of_each_row_and_the_cells_beside_it() ->
 
 
 def test_keys_are_shaded_by_column() -> None:
-    keys = dataclasses.replace(DRAWN, axes=("S", "BK"), along="S")
+    keys = msgspec.structs.replace(DRAWN, axes=("S", "BK"), along="S")
     found = [path.split(": ")[1] for path in list_paths(list_panels(keys)[0])[:2]]
     assert found == ["M0 0h24v24h-24zM0 24h24v24h-24z", "M24 24h24v24h-24z"]
 
@@ -71,9 +71,9 @@ def test_borders_of_blocks_are_dashed_and_named() -> None:
     assert "M0 24h48M24 0v48" in mask
     assert "M0 24h48" in cells
     assert "dashed: every 128 queries, every 128 keys" in render_error_map(DRAWN)
-    without = render_error_map(dataclasses.replace(DRAWN, blocks=(0, 0)))
+    without = render_error_map(msgspec.structs.replace(DRAWN, blocks=(0, 0)))
     assert "dash" not in without
-    many = render_error_map(dataclasses.replace(DRAWN, blocks=(1, 1)))
+    many = render_error_map(msgspec.structs.replace(DRAWN, blocks=(1, 1)))
     assert "stroke-dasharray" not in many
 
 

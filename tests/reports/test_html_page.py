@@ -12,17 +12,30 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.judging.run_aggregation import aggregate_runs
-from reports import html_page, record_table, runs
-from reports.error_maps import ErrorMap
+from reports import html_page, record_table
 from reports.matrices import build_matrices
 from reports.page_model import build_summary
 from reports.record_groups import NO_FEATURE, group_records
 from reports.record_query import RecordFiles, build_query_command
-from reports.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, RunInfo, serialize_record
-from reports.runs import Kernel, Run
+from reports.records import (
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    RED,
+    UNSUPPORTED,
+    ErrorMap,
+    Kernel,
+    Record,
+    Run,
+    RunInfo,
+    read_runs,
+    serialize_record,
+    serialize_run,
+)
 from tests.reports.markup import Element, find_faults, parse_page, strip_scripts
 from tests.reports.report_samples import (
     HOSTILE,
@@ -39,7 +52,7 @@ MAP = ErrorMap(axes=("T", "BN"), shape=(16, 2), cells=("20", "30"), blocks=(0, 0
 
 def make_some() -> list[Record]:
     """Make records of every verdict, with reasons, patterns and an error map, of several implementations."""
-    drawn = dataclasses.replace(make_failure(case="train/f32/drawn", pattern="only rows from 8 on"), error_map=MAP)
+    drawn = msgspec.structs.replace(make_failure(case="train/f32/drawn", pattern="only rows from 8 on"), error_map=MAP)
     expected = [make_failure(case=f"expected/{i}", verdict=EXPECTED_FAIL, reason=f"known {i}") for i in range(4)]
     return [*make_one_of_each(), *make_many(300), *expected, drawn]
 
@@ -157,7 +170,7 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
 
 
 def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
-    both = [dataclasses.replace(make_record(), run=f"commit {name}") for name in ("a", "b")]
+    both = [msgspec.structs.replace(make_record(), run=f"commit {name}") for name in ("a", "b")]
     labels = [f"{one.implementation} ({one.platform}, {one.run})" for one in both]
     files = {label: [f"{name} run.jsonl"] for label, name in zip(labels, "ab", strict=True)}
     page = render_html(both, dataclasses.replace(make_run_info(), files=files))
@@ -173,22 +186,23 @@ def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
         started="2026-01-01T00:00:00+00:00",
         command="run",
         level="quick",
-        kernels={make_record().implementation: Kernel()},
+        seeds=(),
+        tolerances=(),
+        kernels={make_record().implementation: Kernel(arrays=())},
+        resumed=(),
     )
-    first = dataclasses.replace(one, id="0a", environment={"jax": "0.10.2"})
-    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # from before runs had ids
+    first = msgspec.structs.replace(one, id="0a", environment={"jax": "0.10.2"})
+    other = msgspec.structs.replace(one, environment={"jax": "0.12.0"})  # from before runs had ids
     text = (
-        runs.serialize_run(first)
+        serialize_run(first)
         + "\n"
         + serialize_record(make_record())
         + "\n"
         + serialize_record(make_failure(case="a/b"))
         + "\n"
     )
-    (folder / "report.jsonl").write_text(
-        text + runs.serialize_run(other) + "\n" + serialize_record(make_record()) + "\n"
-    )
-    found, info = aggregate_runs(runs.read_runs(folder / "report.jsonl"), command="report")
+    (folder / "report.jsonl").write_text(text + serialize_run(other) + "\n" + serialize_record(make_record()) + "\n")
+    found, info = aggregate_runs(read_runs(folder / "report.jsonl"), command="report")
     html_page.save_page(folder / "report.html", build_summary(found, info))
     return folder / "report.html", found, info
 

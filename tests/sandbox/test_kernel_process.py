@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -323,7 +324,7 @@ def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> Non
     both = []
     for implementation in (here, there):
         found = Runner(Settings()).run(run_plan.plan_case(implementation, case, [CHECKS_BY_NAME[check]]).jobs)
-        both.append([dataclasses.replace(record, seconds=0.0) for record in found])
+        both.append([msgspec.structs.replace(record, seconds=0.0) for record in found])
     create_process(there).end()
     assert both[0] == both[1]
     assert both[0]

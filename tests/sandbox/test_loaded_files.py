@@ -27,9 +27,7 @@ from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.sandboxed_executor import SandboxedExecutor
 from impls.contract.implementation import Implementation
-from reports import runs
-from reports.records import ERROR, PASS, Record
-from reports.runs import Run
+from reports.records import ERROR, PASS, Record, Run, read_runs, serialize_run
 from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
@@ -151,7 +149,7 @@ def test_a_run_is_not_gone_on_with_when_a_file_has_changed(
         sandboxed_executor.end_process(implementation)
     once, again, changed = found
     assert {"kernel.py", name} <= set(once.kernels["kernel.py:attention"].files)
-    Path("r.jsonl").write_text(runs.serialize_run(once) + "\n")
+    Path("r.jsonl").write_text(serialize_run(once) + "\n")
     assert load_resumed_run(Path("r.jsonl"), again)
     with pytest.raises(ResumeMismatchError, match=name):
         load_resumed_run(Path("r.jsonl"), changed)
@@ -273,7 +271,7 @@ def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: P
     Path("value").write_text("1")
     case = "decode/f32/B1.T1.S16.N2.K2.H16.V16/full/normal/s0"
     judge_kernel("--impl=kernel.py:attention", f"--case={case}", "--check=forward", "--json=r.jsonl")
-    (run,) = runs.read_runs(Path("r.jsonl"))
+    (run,) = read_runs(Path("r.jsonl"))
     assert any("value" in record.files for record in run.records)
     Path("value").write_text("2")
     before = Path("r.jsonl").read_bytes()

@@ -15,9 +15,7 @@ from conformance.session.failures import CannotJudge, RunStopped
 from conformance.session.run_spec import RunSpec, build_spec, parse_shard, read_query
 from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
 from impls.contract.implementation import Implementation
-from reports import runs
-from reports.records import FAIL, PASS, Record
-from reports.runs import COMPLETE, INTERRUPTED
+from reports.records import COMPLETE, FAIL, INTERRUPTED, PASS, Record, read_runs, serialize_job, serialize_run
 from tests.kernels import naive
 from tests.process_helpers import restore_signal_handlers
 
@@ -62,7 +60,7 @@ def test_a_wrong_function_gives_findings_files_and_exit_code_1(folder: Path) -> 
     result = run_session(options, implementations=declare(wrong, "wrong"))
     assert result.exit_code == 1
     assert [each.finding.smallest.case for each in result.findings] == [CASE]
-    (recorded,) = runs.read_runs(folder / "r.jsonl")
+    (recorded,) = read_runs(folder / "r.jsonl")
     assert recorded.is_complete
     assert [record.verdict for record in recorded.records] == [FAIL]
     assert recorded.run is not None
@@ -107,11 +105,11 @@ def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
 def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
     options = RunSpec(**{**vars(FEW), "json": "r.jsonl"})
     whole = run_session(options, implementations=declare(right, "given"))
-    (recorded,) = runs.read_runs(folder / "r.jsonl")
+    (recorded,) = read_runs(folder / "r.jsonl")
     assert recorded.run is not None
     assert len(recorded.done) > 1
     number, found = next(iter(recorded.done.items()))
-    (folder / "r.jsonl").write_text(runs.serialize_run(recorded.run) + "\n" + runs.serialize_job(number, found))
+    (folder / "r.jsonl").write_text(serialize_run(recorded.run) + "\n" + serialize_job(number, found))
     (folder / "before.jsonl").write_text((folder / "r.jsonl").read_text())
     values = {**vars(FEW), "resume": "r.jsonl", "baseline": "before.jsonl"}
     session = Session(RunSpec(**values), implementations=declare(right, "given"))

@@ -17,7 +17,7 @@ import pytest
 from conformance.survey import environments, survey_command
 from conformance.survey.judged_rows import RECORDS, RowOutcome, read_outcome
 from impls.libraries import library_specs
-from reports import runs
+from reports.records import read_runs
 from reports.survey_results import parse_results, read_results
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
@@ -58,14 +58,12 @@ def test_a_survey_judges_reports_and_continues_where_it_was_stopped(folder: Path
             SURVEY, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
     with kill_on_exit(process):
-        wait_until(
-            lambda: (row / RECORDS).is_file() and runs.read_runs(row / RECORDS)[0].done, process, COMMAND_TIMEOUT
-        )
+        wait_until(lambda: (row / RECORDS).is_file() and read_runs(row / RECORDS)[0].done, process, COMMAND_TIMEOUT)
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=COMMAND_TIMEOUT)
     assert process.returncode == 130, out
     assert get_outcome(folder).state == "stopped"
-    done = len(runs.read_runs(row / RECORDS)[0].done)
+    done = len(read_runs(row / RECORDS)[0].done)
 
     rest = run_survey(folder, "--json=r.json.gz", "--report=r.html")
     assert rest.returncode == 0, rest.stdout + rest.stderr

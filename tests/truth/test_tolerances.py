@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cases.operand_registry import OBSERVABLES
@@ -114,7 +114,7 @@ def test_only_judgements_by_a_bound_count() -> None:
     others = [
         record("f32", "out.spread", 9.0, check="ensemble"),
         record("f32", "out", 9.0, verdict=UNSUPPORTED),
-        dataclasses.replace(record("f32", "out", 9.0), ratio=None),
+        msgspec.structs.replace(record("f32", "out", 9.0), ratio=None),
         record("f32", "refusal", 9.0),
     ]
     found = calibration.tabulate([*judged(), *others])

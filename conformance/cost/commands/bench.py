@@ -29,9 +29,9 @@ from conformance.sandbox.sandboxed_executor import create_executor, end_process,
 from conformance.session import project_lookup
 from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.run_outputs import Outputs
-from reports import measurements, speed_page, terminal
-from reports.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
-from reports.records import ERROR, RunInfo
+from reports import speed_page, terminal
+from reports.records import ERROR, RunInfo, write_measurements
+from reports.records.measurement import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 
@@ -151,7 +151,7 @@ def write_outputs(
     try:
         if outputs.report is not None:
             speed_page.save_speed_page(outputs.report, found, info)
-            measurements.write_measurements(outputs.report.with_suffix(".jsonl"), found)
+            write_measurements(outputs.report.with_suffix(".jsonl"), found)
     except OSError as error:
         raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
 
@@ -160,7 +160,7 @@ def _write_json(outputs: Outputs, found: Sequence[Measurement]) -> None:
     """Write measurements to the file of `--json`. Raises `CannotJudge` if that is not possible."""
     assert outputs.json is not None
     try:
-        measurements.write_measurements(outputs.json, found)
+        write_measurements(outputs.json, found)
     except OSError as error:
         raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
 

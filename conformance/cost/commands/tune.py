@@ -33,7 +33,7 @@ from impls.contract import tunable
 from impls.contract.implementation import Implementation
 from impls.contract.tunable import Knob, TableEntry, Tunable
 from reports import terminal
-from reports.measurements import Measurement
+from reports.records.measurement import Measurement
 
 
 def run_tune(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.operand_values import Problem
-from reports.measurements import FORWARD
+from reports.records.measurement import FORWARD
 
 _SLAB = 1 << 24  # number of pairs of the mask that are in memory at a time
 

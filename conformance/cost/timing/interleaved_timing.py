@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
+import msgspec
 import numpy as np
 
 from cases.case import Case
@@ -29,8 +30,8 @@ from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
 from conformance.truth.tolerances import Tolerances
 from impls.contract.implementation import Implementation
-from reports.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from reports.records import ERROR, UNJUDGED, UNSUPPORTED
+from reports.records.measurement import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 
 # On an accelerator a call returns before it is finished. So a sample consists of several successive calls, which hides
 # the cost of dispatching them. On a CPU successive calls could overlap, so each sample is a single call.
@@ -245,7 +246,7 @@ def prepare_entrant(
     Args:
       implementation: the implementation to time.
       drawn: the case and its operands.
-      phase: one of `PHASES` in `reports.measurements`.
+      phase: one of `PHASES` in `reports.records.measurement`.
       compiled: function that returns the program if it was compiled before, or raises the exception that compiling it
         raised. If None, the program is compiled here.
 
@@ -308,7 +309,7 @@ def _build_measurements(
     for name in timed:
         entrant = entrants[name]
         ratio = compare_pairs(sampled.seconds[baseline], sampled.seconds[name]) if baseline else None
-        yield dataclasses.replace(
+        yield msgspec.structs.replace(
             _build_row(entrant.implementation, drawn, phase),
             outcome=AGREES if entrant.finding.agrees else DIFFERS,
             reason=entrant.finding.reason,
@@ -330,7 +331,7 @@ def _build_untimed(
     """Build the measurement of an implementation that was not timed, with the outcome and the reason."""
     row = _build_row(implementation, drawn, phase)
     platform = implementation.accelerator.platform if outcome == UNJUDGED else None
-    return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
+    return msgspec.structs.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
 
 
 def _build_row(implementation: Implementation, drawn: DrawnCase, phase: str) -> Measurement:
@@ -342,5 +343,8 @@ def _build_row(implementation: Implementation, drawn: DrawnCase, phase: str) -> 
         case=drawn.case.id,
         phase=phase,
         outcome=UNJUDGED,
+        samples=(),
+        speed=None,
+        error=None,
         jax=jax.__version__,
     )

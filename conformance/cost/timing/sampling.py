@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from reports.measurements import Quartiles
+from reports.records.measurement import Quartiles
 
 MIN_ROUNDS = 3
 """Number of rounds that run even if the time limit is exceeded.

@@ -18,7 +18,7 @@ from cases.operand_values import Problem
 from conformance import interrupts
 from conformance.execution.executor import Executor, pull_back
 from impls.contract.implementation import Implementation
-from reports.measurements import FORWARD
+from reports.records.measurement import FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def compile_program(
       implementation: the implementation to call.
       problem: the operands of the call.
       cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
-      phase: one of `PHASES` in `reports.measurements`.
+      phase: one of `PHASES` in `reports.records.measurement`.
 
     Raises:
       Exception: whatever tracing, lowering or compiling raises.

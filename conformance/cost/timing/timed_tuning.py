@@ -32,7 +32,7 @@ from conformance.cost.timing.timed_programs import compile_program
 from conformance.truth.tolerances import Tolerances
 from impls.contract.implementation import Implementation
 from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable
-from reports.measurements import Measurement
+from reports.records.measurement import Measurement
 
 
 @dataclasses.dataclass(frozen=True)

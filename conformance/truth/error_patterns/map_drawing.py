@@ -1,6 +1,6 @@
 """Draw a coarse picture of where a result is wrong, as lines of digits that a record stores.
 
-`reports.error_maps` defines the picture and shows it in reports.
+`reports.records` defines the picture and shows it in reports.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from conformance.truth.error_patterns.failure import DEPTH_LETTERS, Failure
-from reports.error_maps import MAX_CELLS, ErrorMap
+from reports.records import MAX_CELLS, ErrorMap
 
 _LARGEST_SHADE = 8  # the shade of the largest ratios, and of all ratios beyond them
 _NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
-from reports import runs
 from reports.causes import root_causes
 from reports.causes.finding import BEHIND_MASK, CHECK, Finding
-from reports.records import Record
+from reports.records import Record, read_runs
 from tests.reports.causes.faults import recorded_faults
 from tests.reports.causes.faults.faulty_kernels import FIVE, TEN, Fault, FaultyKernel
 
@@ -52,5 +51,5 @@ def test_a_new_run_finds_the_same(kernel: FaultyKernel, tmp_path: Path, monkeypa
     Path("kernel.py").write_text(kernel.source)
     options = ("--jobs=1", "--json=run.jsonl", "--confirm-seconds=60", "--diagnose-seconds=0")
     assert cli.main(cli.build_parser().parse_args(["run", "--impl=kernel.py:attention", *options])) == 1
-    (recorded,) = runs.read_runs(Path("run.jsonl"))
+    (recorded,) = read_runs(Path("run.jsonl"))
     assert has_one_finding_for_each_fault(kernel, recorded.records, recorded.probes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from reports.causes import finding_text, root_causes
 from reports.causes.finding import is_mask_leak
 from reports.causes.remedies import summarize_mask_leak
@@ -39,7 +41,7 @@ def make_record(
         ratio=0.5 if verdict == PASS else float("inf"),
         limit=4.0,
     )
-    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+    return msgspec.structs.replace(made, **more)
 
 
 LEAKS = [
@@ -85,7 +87,7 @@ def test_a_cache_that_leaks_is_the_same_finding() -> None:
 
 
 def test_no_declaration_is_named_that_was_not_seen_to_help() -> None:
-    unexplained = [dataclasses.replace(leak, remedy="") for leak in LEAKS]
+    unexplained = [msgspec.structs.replace(leak, remedy="") for leak in LEAKS]
     assert "would pass" not in render_texts(unexplained)["terminal"]
     some = finding_text.format_mask_leak(summarize_mask_leak([*unexplained[1:], LEAKS[0]]))
     assert some.endswith(f"; 1 would pass with the declaration {FINITE}")

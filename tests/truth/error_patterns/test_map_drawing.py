@@ -7,7 +7,7 @@ import pytest
 
 from conformance.truth.error_patterns.failure import build_failure
 from conformance.truth.error_patterns.map_drawing import draw_error_map
-from reports.error_maps import MAX_CELLS, ErrorMap
+from reports.records import MAX_CELLS, ErrorMap
 from tests.truth.error_patterns.planted_errors import CAUSAL, FULL, LENGTHS, LIMIT, ONE_HEAD, Plant, failure, truth
 
 

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from reports import runs
 from reports.causes.finding import find_raising_line
-from reports.records import ERROR, FAIL, PASS, Record
+from reports.records import ERROR, FAIL, PASS, Record, read_runs
 
 FILE = Path(__file__).with_name("recorded_faults.json")
 _VERDICTS = (PASS, FAIL, ERROR)
@@ -86,7 +85,7 @@ def main(arguments: list[str]) -> None:
     records = load_records() if FILE.exists() else {}
     for argument in arguments:
         name, _, file = argument.partition("=")
-        (one,) = runs.read_runs(Path(file))
+        (one,) = read_runs(Path(file))
         records[name] = (list(one.records), list(one.probes))
     save_records(records)
 

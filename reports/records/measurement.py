@@ -8,20 +8,17 @@ computed from samples of two files.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
-from reports import output_files
 from reports.printable_text import make_printable
-from reports.record_schema import MEASUREMENT_SCHEMA, decode_measurement
-from reports.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError
+from reports.records.record import ERROR, UNJUDGED, UNSUPPORTED, Figure, parse_figures
 
+MEASUREMENT_SCHEMA = "attention-conformance/measurement/1"
 FORWARD = "forward"
 BACKWARD = "forward+backward"
 PHASES = (FORWARD, BACKWARD)
@@ -58,8 +55,9 @@ class Quartiles(NamedTuple):
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=MEASUREMENT_SCHEMA
+):
     """Time and memory of one implementation on one case in one phase, or the reason why it was not timed.
 
     Attributes:
@@ -84,7 +82,6 @@ class Measurement:
         operands and results. `device_peak` is the allocator's high-water mark minus the bytes allocated before. It is
         missing if the device reports no mark, or if an earlier program set the mark.
       jax: version of JAX.
-      schema: name and version of the format.
     """
 
     implementation: str
@@ -95,16 +92,15 @@ class Measurement:
     outcome: str
     reason: str = ""
     baseline: str = ""
-    samples: tuple[float, ...] = ()
-    calls: int = 1
-    speed: Quartiles | None = None
+    samples: tuple[Annotated[float, Meta(gt=0)], ...]
+    calls: Annotated[int, Meta(ge=1)] = 1
+    speed: Quartiles | None
     flops: float | None = None
     ceiling: float | None = None
-    error: float | None = None
+    error: Figure | None
     compile_seconds: float | None = None
-    memory: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    memory: Mapping[str, int | float] = {}
     jax: str = ""
-    schema: str = MEASUREMENT_SCHEMA
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -113,8 +109,12 @@ class Measurement:
             raise ValueError(f"phase {self.phase!r} is none of {', '.join(PHASES)}")
         if bool(self.samples) != (self.outcome in TIMED) and not (self.outcome == DIFFERS and self.reason):
             raise ValueError(f"outcome {self.outcome!r} does not go with {len(self.samples)} samples")
+        parse_figures(self, ("error",))
         for name in ("implementation", "case", "reason", "baseline"):
-            object.__setattr__(self, name, make_printable(getattr(self, name)))
+            force_setattr(self, name, make_printable(getattr(self, name)))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -136,58 +136,6 @@ class Measurement:
         """`flops_per_second` as a share of `ceiling`; None if either is not known."""
         reached = self.flops_per_second
         return None if reached is None or not self.ceiling else reached / self.ceiling
-
-
-def serialize_measurement(measurement: Measurement) -> str:
-    """Serialize a measurement to one line of strict JSON; an infinite error becomes the string `inf`."""
-    data = dataclasses.asdict(measurement)
-    if data["error"] == float("inf"):
-        data["error"] = "inf"
-    return json.dumps(data, allow_nan=False)
-
-
-def parse_measurement(line: str) -> Measurement:
-    """Parse a line that `serialize_measurement` wrote.
-
-    Raises:
-      ValueError: if the line is not a measurement.
-    """
-    fields = msgspec.structs.asdict(decode_measurement(line))
-    fields["speed"] = None if fields["speed"] is None else Quartiles(*fields["speed"])
-    fields["error"] = None if fields["error"] is None else float(fields["error"])
-    return Measurement(**fields)
-
-
-def has_measurements(path: Path) -> bool:
-    """Check whether the first line of a file is a measurement."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return f'"{MEASUREMENT_SCHEMA}"' in file.readline()
-
-
-def read_measurements(path: Path) -> list[Measurement]:
-    """Read the measurements of a file.
-
-    Raises:
-      OSError: if the file cannot be read.
-      RecordFileError: if a line is not a measurement.
-    """
-    found = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise RecordFileError(f"{path} is not a file of measurements: {error.reason} at byte {error.start}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(parse_measurement(line))
-        except ValueError as error:
-            remedy = "altered or of another version, so measure again"
-            raise RecordFileError(f"{path}:{number} is not a measurement: {error} ({remedy})") from error
-    return found
-
-
-def write_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write measurements to a file in the given order: as they were timed in each round, the baseline first."""
-    output_files.write_text(path, "".join(serialize_measurement(measurement) + "\n" for measurement in measurements))
 
 
 def merge_measurements(*groups: Iterable[Measurement]) -> list[Measurement]:

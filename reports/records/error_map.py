@@ -6,14 +6,21 @@ file of records.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
 
 MAX_CELLS = 24
 """The largest number of cells along either axis of a map, chosen so that a thumbnail can show them."""
 
+# The length of an axis. The limit of 2**40 only keeps absurd values out.
+_Size: TypeAlias = Annotated[int, Meta(ge=0, lt=2**40)]
+_Cells: TypeAlias = Annotated[str, Meta(max_length=MAX_CELLS, pattern=r"^[-0-9]*\Z")]
+_CellLines: TypeAlias = Annotated[tuple[_Cells, ...], Meta(max_length=MAX_CELLS)]
+_Axis: TypeAlias = Annotated[str, Meta(pattern=r"^[BTSNKHV]{1,2}\Z")]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ErrorMap:
+
+class ErrorMap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest ratio of a result in each cell of a coarse grid.
 
     A cell is one character. `-` means that no element of the cell is judged. `0` is a ratio up to a tenth of the limit,
@@ -34,12 +41,12 @@ class ErrorMap:
       blocks: the sizes of the query and key blocks at whose borders the error changes; 0 for an unknown size.
     """
 
-    axes: tuple[str, str]
-    shape: tuple[int, int]
-    cells: tuple[str, ...]
-    at: tuple[int, int] = (0, 0)
-    mask: tuple[str, ...] = ()
-    mask_shape: tuple[int, int] = (0, 0)
-    marks: str = ""
-    along: str = ""
-    blocks: tuple[int, int] = (0, 0)
+    axes: tuple[_Axis, _Axis]
+    shape: tuple[_Size, _Size]
+    cells: _CellLines
+    at: tuple[_Size, _Size] = (0, 0)
+    mask: _CellLines = ()
+    mask_shape: tuple[_Size, _Size] = (0, 0)
+    marks: _Cells = ""
+    along: Annotated[str, Meta(pattern=r"^[TS]?\Z")] = ""
+    blocks: tuple[_Size, _Size] = (0, 0)
