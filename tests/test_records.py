@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from reports import records
@@ -43,6 +44,12 @@ def test_a_record_comes_back_as_it_was() -> None:
     assert found.worst is not None
     assert math.isnan(found.worst.got)
     assert msgspec.structs.replace(found, worst=None) == msgspec.structs.replace(RECORD, worst=None)
+
+
+def test_numbers_of_numpy_are_written_as_numbers() -> None:
+    worst = Worst(index=(0, 3), got=np.float64(1.5), expected=np.float64("inf"), bound=0.5)
+    computed = msgspec.structs.replace(RECORD, ratio=np.float64(0.1), worst=worst, figures={"rows": np.float64(3)})
+    assert records.parse_record(records.serialize_record(computed)) == computed
 
 
 def test_the_worse_of_two_answers_counts_whichever_comes_first() -> None:

@@ -21,6 +21,7 @@ from reports.printable_text import make_all_printable, make_printable, may_need_
 from reports.records.measurement import MEASUREMENT_SCHEMA, Measurement
 from reports.records.record import PASS, RECORD_SCHEMA, Record
 from reports.records.run_record import (
+    END_SCHEMA,
     JOB_SCHEMA,
     PROBE_SCHEMA,
     RUN_SCHEMA,
@@ -66,20 +67,19 @@ def serialize_record(record: Record) -> str:
 
 def _to_plain_data(record: Record) -> dict[str, Any]:
     """Return the JSON object of a record, without its label and its empty optional fields."""
-    data = msgspec.to_builtins(record)
+    data = msgspec.structs.asdict(record)
     del data["run"]
     for name in ("figures", "files", "pattern", "error_map", "host"):  # most records have none
         if not data[name]:
             del data[name]
-    data["schema"] = data.pop("schema")  # the last field, as files have always had it
-    return data
+    return data | {"schema": RECORD_SCHEMA}
 
 
 def serialize_run(run: Run) -> str:
     """Serialize a run record to the first line of a file. Jobs name kernels and lists of checks by index."""
     names, asked = list(run.kernels), list(dict.fromkeys(job.checks for job in run.jobs))
     numbers = {checks: number for number, checks in enumerate(asked)}
-    data = msgspec.to_builtins(run)
+    data = msgspec.structs.asdict(run)
     del data["jobs"]
     if not run.id:  # a run from an older file stays without one
         del data["id"]
@@ -102,7 +102,7 @@ def serialize_probe(probe: Record) -> str:
 
 def serialize_end(end: End) -> str:
     """Serialize the end of a run to the last line of a file."""
-    return serialize_strict_json(msgspec.to_builtins(end))
+    return serialize_strict_json({"schema": END_SCHEMA} | msgspec.structs.asdict(end))
 
 
 def serialize_recorded_run(recorded: RecordedRun) -> str:
@@ -117,9 +117,7 @@ def serialize_recorded_run(recorded: RecordedRun) -> str:
 
 def serialize_measurement(measurement: Measurement) -> str:
     """Serialize a measurement to one line of strict JSON; an infinite error becomes the string `inf`."""
-    data = msgspec.to_builtins(measurement)
-    data["schema"] = data.pop("schema")
-    return serialize_strict_json(data)
+    return serialize_strict_json(msgspec.structs.asdict(measurement) | {"schema": MEASUREMENT_SCHEMA})
 
 
 def write_measurements(path: Path, measurements: Iterable[Measurement]) -> None:

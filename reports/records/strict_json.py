@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from msgspec import UNSET, Struct
+
 
 def serialize_strict_json(data: Mapping[str, Any]) -> str:
     """Serialize data to one line of strict JSON, infinities and NaN as strings."""
@@ -14,8 +17,10 @@ def serialize_strict_json(data: Mapping[str, Any]) -> str:
 
 
 def _encode_value(value: Any) -> Any:
+    if isinstance(value, Struct):
+        value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
-        return {name: _encode_value(item) for name, item in value.items()}
+        return {name: _encode_value(item) for name, item in value.items() if item is not UNSET}
     if isinstance(value, list | tuple):
         return [_encode_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -135,9 +135,9 @@ def list_links(page: str) -> set[str]:
 
 
 def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
-    page = "[a](../reports/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../reports/records.py)`"
+    page = "[a](../reports/metrics.py) [`b`](checks.md#forward) [c](../README.md) `[d](../reports/metrics.py)`"
     assert hooks.rewrite_links(page, "docs/contract.md", "contract.md") == (
-        "[a](source/reports/records.py.md) [`b`](checks.md#forward) [c](index.md) `[d](../reports/records.py)`"
+        "[a](source/reports/metrics.py.md) [`b`](checks.md#forward) [c](index.md) `[d](../reports/metrics.py)`"
     )
     assert (
         hooks.rewrite_links("[a](../docs/checks.md)", ".github/CONTRIBUTING.md", "contributing.md") == "[a](checks.md)"
