@@ -163,7 +163,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     run = commands.add_parser(
         "run", help="judge implementations", description=help_texts.DESCRIPTION, epilog=help_texts.EXAMPLES
     )
-    add_options(run)
+    add_options(run, seeds={"metavar": "N|random"})
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -8,6 +8,9 @@ These top-level packages have everyday names. A user may have a module `cases` i
   modules. An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a
   name is missing.
 - The user's module is loaded already. Then nothing can be judged, and `NameTaken` says which module to rename.
+
+`conformance` itself is ours in such a process. Only pytest, which loads our plugin in every repository, leaves the name
+to the user until something is judged (`release_own_name`).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class _Gate:
         options = self._options
         if self.is_requested() or options.named_files:
             try:
-                packages.reclaim_own_name()
+                packages.claim_names()
             except packages.NameTaken as error:
                 raise pytest.UsageError(str(error)) from error
         if options.report or options.json:

@@ -19,6 +19,7 @@ from conformance import Implementation, cli
 from conformance.check_api.scopes import SCOPES
 from conformance.checks import CHECKS
 from conformance.execution import implementation_registry
+from conformance.gate import gate_options
 from conformance.judging import run_plan, settings
 from conformance.judging.runner import Runner
 from impls.catalogue import MODULES
@@ -119,6 +120,7 @@ def test_the_pages_have_commands() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_pytest_command_is_one(page: str, pytestconfig: pytest.Config) -> None:
     known = {name for option in pytestconfig._parser._anonymous.options for name in option.names()}
+    known.update(gate_options.SHORT_FORMS)
     known |= {name for group in pytestconfig._parser._groups for option in group.options for name in option.names()}
     text = "\n".join((*blocks(PAGES[page], "sh", "console", "yaml"), *names(PAGES[page])))
     for command in re.findall(r"(?:^|/|run: | )pytest ((?:-|conformance|tests).*)", text, re.MULTILINE):

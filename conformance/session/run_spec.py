@@ -160,11 +160,7 @@ class RunSpec:
         resumed=True,
     )
     full_size: bool = option(
-        False,
-        WHAT,
-        "with --problem: at the problem's original, unreduced sizes",
-        narrows="{option}",
-        resumed=True,
+        False, WHAT, "with --problem: at the problem's original, unreduced sizes", narrows="{option}", resumed=True
     )
     case: str | None = option(None, WHAT, "one case by its id", metavar="ID", narrows="one case", resumed=True)
     cases: str | None = option(
@@ -205,7 +201,7 @@ class RunSpec:
         WHAT,
         "base seed of the grid (0)",
         name="seed",
-        metavar="N|random",
+        metavar="N",
         parse=parse_seed,
         pytest=True,
         resumed=True,
@@ -255,11 +251,7 @@ class RunSpec:
         pytest=True,
     )
     jobs: int | None = option(
-        None,
-        HOW,
-        "worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)",
-        metavar="N",
-        parse=int,
+        None, HOW, "worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)", metavar="N", parse=int
     )
     cluster: str | None = option(
         None,
@@ -269,19 +261,10 @@ class RunSpec:
         metavar="ADDRESS",
     )
     shard: tuple[int, int] | None = option(
-        None,
-        HOW,
-        "judge the Kth of N parts; `report` merges the parts",
-        metavar="K/N",
-        parse=parse_shard,
-        pytest=True,
+        None, HOW, "judge the Kth of N parts; `report` merges the parts", metavar="K/N", parse=parse_shard, pytest=True
     )
     resume: str | None = option(
-        None,
-        HOW,
-        "continue the stopped run in this file, which says what to judge",
-        metavar="FILE.jsonl",
-        pytest=True,
+        None, HOW, "continue the stopped run in this file, which says what to judge", metavar="FILE.jsonl", pytest=True
     )
     confirm_seconds: float | None = option(
         None,
@@ -477,13 +460,15 @@ def add_option(group: argparse._ActionsContainer, field: str, **changes: Any) ->
     group.add_argument(f"--{OPTIONS[field].name}", **(OPTIONS[field].describe_argument() | changes))
 
 
-def add_options(parser: argparse.ArgumentParser, groups: Collection[str] = GROUPS) -> None:
-    """Add the options of these groups to a command."""
+def add_options(
+    parser: argparse.ArgumentParser, groups: Collection[str] = GROUPS, **changes: Mapping[str, Any]
+) -> None:
+    """Add the options of these groups to a command, which may change arguments of `add_argument`, by field."""
     for title in groups:
         group = parser.add_argument_group(title)
         for each in OPTIONS.values():
             if each.group == title:
-                add_option(group, each.field)
+                add_option(group, each.field, **changes.get(each.field, {}))
 
 
 def list_options(kinds: type) -> Callable[[_Function], _Function]:

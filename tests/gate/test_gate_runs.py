@@ -236,6 +236,7 @@ def test_only_what_runs_on_the_required_gpu_is_collected(
         (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "give the page another suffix"),
         (["--impl=kernel.py:attention", "--conformance-report=kernel.py"], "--conformance-report=kernel.py is no page"),
         (["--impl=kernel.py:attention", "--conformance-json=kernel.py"], "--conformance-json=kernel.py is no file of"),
+        (["--impl=kernel.py:attention", "--conformance-seed=random"], "give a number"),
         (["--impl=kernel.py:attention", f"--conformance-seed={2**64}"], "--conformance-seed must be less than 2**64"),
         (
             ["--impl=kernel.py:attention", "--conformance-timeout=0"],
