@@ -32,7 +32,7 @@ jax jax.lax jax.numpy jax.tree jax.tree_util json json.encoder json.decoder nump
 operator dataclasses math io
 """
 _LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
-_OURS = ("cases", "conformance")
+_OURS = ("cases.", "conformance.", "impls.contract.", "reports.")
 _WATCHED_OS_NAMES = ("read", "write", "getpid", "_exit")
 # Built-in functions that are not watched: libraries replace some of them legitimately, for example to trace imports or
 # to show progress.
@@ -120,7 +120,7 @@ def take_snapshot() -> NameSnapshot:
     ]
     functions: dict[int, tuple[str, Any, Any, Any, Any]] = {}
     for name, module in list(sys.modules.items()):
-        ours = name.partition(".")[0] in _OURS
+        ours = f"{name}.".startswith(_OURS)
         if not (ours or name in _LIBRARIES):
             continue
         bindings.append((name, sys.modules, name, module))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from cases.case_id import parse_case_id
 from conformance.execution import kernel_constants
 from conformance.sandbox import tamper_check
+from impls.contract.implementation import validate_operands
+from reports.output_files import write_text
 
 FUNCTIONS = [
     value for value in vars(kernel_constants).values() if getattr(value, "__module__", "") == kernel_constants.__name__
@@ -43,3 +47,10 @@ def test_what_is_replaced_in_a_function_is_found_each_time(replace: Callable[[],
     replace()
     assert NAME in tamper_check.find_replaced(before)
     assert NAME in tamper_check.find_replaced(before)
+
+
+@pytest.mark.parametrize("function", [parse_case_id, validate_operands, write_text], ids=lambda one: one.__module__)
+def test_every_package_of_ours_is_watched(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tamper_check.take_snapshot()
+    monkeypatch.setitem(vars(sys.modules[function.__module__]), function.__name__, lambda *arguments: None)
+    assert f"{function.__module__}.{function.__name__}" in tamper_check.find_replaced(before)
