@@ -20,7 +20,7 @@ from conformance import packages
 
 _PUBLIC = {
     "Accelerator": "impls.contract.implementation",
-    "Arithmetic": "impls.contract.implementation",
+    "Arithmetic": "impls.contract.declarations",
     "CaseData": "conformance.api.case_data",
     "CheckInterrupted": "conformance.api.check_function",
     "Finding": "conformance.api.findings",

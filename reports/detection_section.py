@@ -1,6 +1,6 @@
 """Build the report section on the errors that the checks detect.
 
-A table that `sensitivity.detection` measured with planted bugs (small mistakes in correct kernels) goes in. The section
+A table that `tests.bank` measured with planted bugs (small mistakes in correct kernels) goes in. The section
 shows the detected bugs by family and by check, and the smallest error that is detected.
 """
 
@@ -65,7 +65,7 @@ class Detection:
 
 
 def build_detection(table: Mapping[str, Any] | None) -> Detection | None:
-    """Build the section from a table that `sensitivity.detection` measured; return None without a table."""
+    """Build the section from a table that `tests.bank` measured; return None without a table."""
     if not table:
         return None
     bugs = table["bugs"]

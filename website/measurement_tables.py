@@ -46,7 +46,7 @@ def format_detection_summary() -> str:
 def format_detection_by_check() -> str:
     """Format how many planted bugs each check saw, and which of them no other check saw."""
     return _format_table(
-        ["check", "bugs seen", "seconds for all bugs", "bugs that only this check saw"],
+        ["check", "bugs seen", "seconds of all measurements", "bugs that only this check saw"],
         [
             [f"`{row['check']}`", row["kills"], f"{row['seconds']:.0f}", _format_names(row["alone"])]
             for row in _read_detection()["checks"]

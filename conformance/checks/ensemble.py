@@ -4,8 +4,8 @@ Each observable has two statistics:
 
 - **Bias** is the mean error away from zero, in units of half the spacing of the output dtype. A correct kernel has 0. A
   kernel that truncates instead of rounding has -1.
-- **Spread** is the root mean square error, relative to that of a correct kernel (`conformance.truth.spread`). It shows
-  a kernel that accumulates in the operands' dtype instead of f32, since such a kernel rounds at every step.
+- **Spread** is the root mean square error, relative to that of a correct kernel (`conformance.truth.error_variance`).
+  It shows a kernel that accumulates in the operands' dtype instead of f32, since such a kernel rounds at every step.
 
 In f16 a sum in the operands' dtype may also overflow. The subcheck `wide_sums` runs the same compiled program on a
 problem where such a sum does overflow.

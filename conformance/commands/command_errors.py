@@ -88,14 +88,12 @@ def _suggest(refusing: argparse.ArgumentParser, message: str) -> str:
 
 def describe_error(error: Exception) -> str:
     """Return a line on why a command ended; for an unexpected error, also how to report it with its traceback."""
-    from reports.printable_text import make_printable
-
     lookup = sys.modules.get("conformance.execution.implementation_registry")  # not imported here, since it loads NumPy
     expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, standard_streams.OutputFailed)
     if lookup is not None:
         expected += (lookup.ImplementationNotFound,)
     if isinstance(error, expected):
-        return make_printable(str(error))
+        return _make_printable(str(error))
     if os.environ.get(TRACEBACK_VARIABLE):
         standard_streams.print_error("".join(traceback.format_exception(error)).rstrip())
     if sentence := exhausted_memory.describe_exhausted_memory(error):
@@ -110,7 +108,15 @@ def describe_error(error: Exception) -> str:
 
 def to_one_line(text: str, longest: int = 400) -> str:
     """Return the text as one printable line."""
-    from reports.printable_text import make_printable
-
-    line = make_printable(" ".join(text.split()))
+    line = _make_printable(" ".join(text.split()))
     return line if len(line) <= longest else f"{line[:longest]}…"
+
+
+def _make_printable(text: str) -> str:
+    """Return the text on one line; also where our packages cannot be imported, which may be what the text says."""
+    try:
+        with packages.prefer_own_packages():
+            from reports.printable_text import make_printable
+    except ImportError:
+        return text.encode("unicode_escape").decode()
+    return make_printable(text)

@@ -11,7 +11,6 @@ from cases.case import FEATURES
 from cases.named_problems import PROBLEMS
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import implementation_registry
-from conformance.sensitivity import failure_signatures
 
 PROGRAM = "attention-conformance"
 """The command that is completed. Shells cannot complete `python -m conformance`, whose command is `python`."""
@@ -31,7 +30,6 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         "impl": implementation_registry.list_implementations(),
         "check": list(CHECKS_BY_NAME),
         "problem": [problem.name for problem in PROBLEMS],
-        "bug": [bug.name for bug in failure_signatures.load_signatures()],
         "cases": [f"*/{feature}*" for feature in FEATURES if feature.isalnum()],
     }
     for command in list_commands(parser).values():

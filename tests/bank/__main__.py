@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from conformance import interrupts
 from conformance.commands import command_errors
 from conformance.commands.command_errors import CommandParser
-from conformance.judging.run_levels import LEVELS
 from conformance.session.process_setup import prepare_process, start_fork_server_for
+from conformance.session.run_spec import add_option
 
 _EXAMPLES = """\
 examples:
@@ -38,14 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     bugs.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
     bugs.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
     what = parser.add_argument_group("what to measure")
-    what.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
+    add_option(what, "level", help="the level at which each bug is judged (quick)")
     about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
     what.add_argument("--signatures", action="store_true", help=about)
     how = parser.add_argument_group("how to run")
-    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
-    how.add_argument("--cluster", metavar="ADDRESS", help="measure on the workers of this Dask cluster")
+    add_option(how, "jobs")
+    add_option(how, "cluster")
     output = parser.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here")
+    add_option(output, "report", help="write the page here")
     output.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
     return parser
 

@@ -11,7 +11,7 @@ import pytest
 
 from conformance import cli
 
-WORDS = ("run", "compare", "--fail-fast", "smoke", "dot_product", "forward", "paged_attention", "cap-before-bias")
+WORDS = ("run", "compare", "--fail-fast", "smoke", "dot_product", "forward", "paged_attention")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

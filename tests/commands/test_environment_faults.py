@@ -281,7 +281,8 @@ def is_met_as_documented(fault: Fault, folder: Path) -> None:
     assert "Exception ignored" not in err
     assert code == fault.code, err
     if code and not fault.err:
-        (line,) = err.splitlines()
+        *plan, line = err.splitlines()
+        assert len(plan) <= 1, err
         assert line.startswith("error: ")
         assert fault.says in line
 

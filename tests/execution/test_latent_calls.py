@@ -26,7 +26,7 @@ from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, RED, UNSUPPORTED
 from tests.execution.test_plain_functions import conforms, judge
 from tests.kernels import latent_attention, naive
-from tests.test_readme import PAGES, blocks
+from tests.test_readme import ROOT, blocks
 
 MIXED = "prefill/f32/B4.T9.S37.N4.K1.H24.V16/own-linf-37-16-17-8/scale0.3/latentshared16-q9-1-1-8/normal/s0"
 WINDOW = "prefill/f32/B4.T9.S37.N4.K1.H24.V16/own-l7-37-16-17-8/scale0.3/latent16-q9-1-1-8/normal/s0"
@@ -142,16 +142,16 @@ def test_nothing_that_a_latent_has_no_form_of_is_called_right() -> None:
     assert "out.scaled" not in seen  # of values alone, which it has not
 
 
-def test_a_kernel_with_rank_and_rotary_part_apart_conforms_as_the_contract_wraps_it(
+def test_a_kernel_with_rank_and_rotary_part_apart_conforms_as_the_documents_wrap_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = next(text for text in blocks(PAGES["docs/contract.md"], "python") if text.startswith("# mla.py"))
+    page = (ROOT / "docs" / "how-to" / "latent.md").read_text()
+    source = next(text for text in blocks(page, "python") if text.startswith("# mla.py"))
     (tmp_path / "mla.py").write_text(source)
-    kernels = ModuleType("my_kernels")
-    monkeypatch.setattr(
-        kernels, "mla_ragged_paged_attention", latent_attention.mla_ragged_paged_attention, raising=False
-    )
-    monkeypatch.setitem(sys.modules, "my_kernels", kernels)
+    serving = ModuleType("my_kernels.serving")
+    monkeypatch.setattr(serving, "mla_attention", latent_attention.mla_ragged_paged_attention, raising=False)
+    monkeypatch.setitem(sys.modules, "my_kernels", ModuleType("my_kernels"))
+    monkeypatch.setitem(sys.modules, "my_kernels.serving", serving)
     attention = implementation_registry.find_implementation(f"{tmp_path}/mla.py:attention")
     assert {"window", "soft_cap", "sinks"} & set(attention.unsupported) == {"soft_cap", "sinks"}
     found = Runner(Settings()).run(run_plan.plan_case(attention, parse_case_id(MIXED)).jobs)

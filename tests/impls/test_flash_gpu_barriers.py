@@ -24,7 +24,6 @@ from cases.masks import Causal, Full, Lengths, Mask, Window
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import Kernel
 from impls.flash_gpu.mosaic import backward, backward_tiles, forward, mosaic_launch, split_dkv
-from impls.flash_gpu.mosaic import forward as tensor_core_turns
 from impls.flash_gpu.mosaic.forward import TensorCoreTurns
 from impls.flash_gpu.mosaic.mosaic_launch import COMPUTE_WARPGROUPS
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
@@ -146,7 +145,7 @@ def programs(plan: FlashGpuPlan, operands: Operands, kernel: Kernel = "forward")
         return jnp.zeros((1, 1), jnp.float32)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, backward_tiles, split_dkv, mosaic_launch, tensor_core_turns):
+        for module in (forward, backward, backward_tiles, split_dkv, mosaic_launch):
             for name, stand_in in machine.modules().items():
                 if hasattr(module, name):
                     patch.setattr(module, name, stand_in)
@@ -392,8 +391,8 @@ def turns_of(mine: int, tiles: Sequence[int], monkeypatch: pytest.MonkeyPatch) -
     """Record the barrier events of a warpgroup's turns, for tiles with these numbers of steps."""
     machine = Machine()
     for name, stand_in in machine.modules().items():
-        if hasattr(tensor_core_turns, name):
-            monkeypatch.setattr(tensor_core_turns, name, stand_in)
+        if hasattr(forward, name):
+            monkeypatch.setattr(forward, name, stand_in)
     found = TensorCoreTurns(mine, Reference("turn"))
     found.begin()
     for steps in tiles:

@@ -33,9 +33,9 @@ from conformance.judging.settings import Settings
 from impls import flash_gpu
 from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Kernel, Tiles
-from impls.flash_gpu.mosaic import mosaic_launch as dead_keys
-from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
+from impls.flash_gpu.mosaic import mosaic_launch
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands
+from impls.pallas_gpu import mosaic_tiles
 from reports.records import FAIL, PASS, Record
 from tests.process_helpers import COMMAND_TIMEOUT
 
@@ -322,7 +322,9 @@ def test_keys_that_nobody_attends_to_are_zeroed_at_large_depths(mask: Mask, segm
     q_ids, kv_ids = (jnp.sort(jnp.asarray(rng.integers(0, 4, (2, n)), jnp.int32)) for n in (q_length, kv_length))
     plan = build_plan(mask, q_length, kv_length, depth=256, segmented=segmented)
     q, k = (jnp.ones((2, n, 1, 256), jnp.bfloat16) for n in (q_length, kv_length))
-    known, found = dead_keys.zero_dead_keys(plan, Operands(q, k, k, None, None, (q_ids, kv_ids) if segmented else None))
+    known, found = mosaic_launch.zero_dead_keys(
+        plan, Operands(q, k, k, None, None, (q_ids, kv_ids) if segmented else None)
+    )
     i, j = np.ogrid[:q_length, :kv_length]
     allowed = np.broadcast_to(np.asarray(mask.allowed(i, j)), (2, 1, q_length, kv_length))[:, 0]
     if segmented:
@@ -359,7 +361,7 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
 def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
 ) -> None:
-    monkeypatch.setattr(pallas_backends, "get_cuda_version", lambda: cuda)
+    monkeypatch.setattr(mosaic_tiles, "get_cuda_version", lambda: cuda)
     assert kernels("NVIDIA H200") == [mosaic, 3 - mosaic]
     assert kernels("NVIDIA H200", mask=Full()) == [3, 0]
     if not mosaic:

@@ -26,9 +26,9 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls import paged, ragged
-from impls.flash_gpu import pallas_backends
 from impls.paged import paged_gpu
 from impls.pallas_gpu import mosaic_decode as share_kernel
+from impls.pallas_gpu import mosaic_tiles
 from impls.pallas_gpu.mosaic_decode import DecodeShape, count_slots
 from reports.records import FAIL, PASS
 
@@ -221,7 +221,7 @@ def test_scales_of_tokens_are_refused() -> None:
 
 
 def test_a_cuda_that_miscompiles_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pallas_backends, "get_cuda_version", lambda: 12080)
+    monkeypatch.setattr(mosaic_tiles, "get_cuda_version", lambda: 12080)
     with tracing_for("NVIDIA H200"), pytest.raises(NotImplementedError, match=r"masks under CUDA 12\.8"):
         paged.attention(*draw_pages(), **TABLES, backend="mosaic", interpret=False)
 

@@ -30,6 +30,7 @@ from tests.bank.resolution import Resolution
 from tests.planted.computing import gaming, laws
 
 ZEROS = next(bug for bug in gaming.BUGS if bug.name == "returns-zeros")
+TWICE = (ZEROS, ZEROS)
 CLIPPED = next(bug for bug in laws.BUGS if bug.name == "cotangent-clipped-at-64")
 BANK = (ZEROS,)
 ELSEWHERE = (dataclasses.replace(ZEROS, name="needs-a-compiler", unmeasurable=lambda: "no compiler here"),)
