@@ -1,7 +1,1 @@
-"""Measure which faults the checks detect, with a bank of planted bugs and with errors of known size."""
-
-from __future__ import annotations
-
-from tests.bank.planted_bug import PlantedBug
-
-__all__ = ["PlantedBug"]
+"""Read what the bank of planted bugs measured, and name the planted bugs that fail as a kernel does."""
