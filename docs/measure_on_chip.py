@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a copied tree is not installed
 
 from reports import output_files  # noqa: E402 # found by the line above
-from reports.records import JUDGED, RED, RecordedRun, RecordFileError, read_measurements, read_runs  # noqa: E402 # found by the line above  # noqa: E402 # as above
+from reports.records import JUDGED, RED, RecordedRun, RecordFileError, read_measurements, read_runs  # noqa: E402 # as above
 from reports.records.measurement import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
 
 SCHEMA = "attention-conformance/chip/1"

@@ -37,11 +37,11 @@ def check_declarations(declarations: Declarations, kernel: object = None) -> Non
 
 
 class SuiteArguments(SuiteOptions, Declarations, total=False):
-    """What `conformance_tests` takes as `**options`."""
+    """The keyword arguments that `conformance_tests` takes: options of a suite, and declarations."""
 
 
 class CheckArguments(CheckOptions, Declarations, total=False):
-    """What `check` and `assert_conforms` take as `**options`."""
+    """The keyword arguments that `check` and `assert_conforms` take: options of a run, and declarations."""
 
 
 def select_declarations(options: Mapping[str, Any]) -> Declarations:

@@ -46,10 +46,7 @@ def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases
 def _is_of_gate(argument: str) -> bool:
     """Tell whether an argument names this package, as a module or by its folder, or a test of the gate by its id."""
     path = argument.partition("[")[0].partition("::")[0]
-    if path.partition(".")[0] in _PACKAGES or Path(path).parts[-2:] == (
-        "conformance",
-        "test_gate.py",
-    ):
+    if path.partition(".")[0] in _PACKAGES or Path(path).parts[-2:] == Path(GATE_PATH).parts:
         return True
     return bool(path) and Path(path).resolve().is_relative_to(packages.HOME / "conformance")
 

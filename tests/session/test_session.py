@@ -149,7 +149,7 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
 )
 def test_options_that_no_run_can_have_are_refused(values: dict[str, object], named: tuple[str, ...]) -> None:
     with pytest.raises(CannotJudge) as raised:
-        RunSpec(**values)  # type: ignore[arg-type]
+        RunSpec(**values)  # type: ignore[arg-type] # values of several types
     assert all(name in str(raised.value) for name in named)
 
 
