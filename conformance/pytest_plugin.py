@@ -5,7 +5,7 @@
     pytest -k "block_flash and softcap" -n auto
     pytest test_flash.py                                     # a file with `conformance.testing.conformance_tests`
 
-The plugin plans jobs with a `Session`, as the command line does, and collects their records in the main process. Each
+The plugin plans jobs as the command line does, and collects their records in the main process. Each
 `conformance_tests` of a test file has a session of its own. pytest loads this module in every run where the package is
 installed, so it imports nothing heavy when it is loaded.
 """
@@ -31,7 +31,9 @@ from conformance.session.failures import CannotJudge
 if TYPE_CHECKING:
     from conformance.gate.gate_run import PlannedTests, SuiteResult, SuiteRun
     from conformance.judging.job import Job
-    from conformance.session.session import Session, SessionResult
+    from conformance.judging.journal import Journal
+    from conformance.session.planned_run import PlannedRun
+    from conformance.session.run_result import SessionResult
     from reports.records import Record
 
 _PLUGIN_NAME = "attention-conformance-gate"
@@ -73,7 +75,7 @@ class _Gate:
             names = tuple(dict.fromkeys(one.implementation for one in self._named))
             self._options = dataclasses.replace(self._options, implementations=names)
         self._is_worker = hasattr(config, "workerinput")
-        self._session: Session | None = None
+        self._journal: Journal | None = None  # the files of records of the gate's own session
         self._planned: dict[str, PlannedTests] = {}  # by the id of the test function; the gate's own is ""
         self._suites: dict[str, SuiteRun] = {}  # likewise
         self._suite_results: dict[str, SuiteResult] = {}
@@ -116,13 +118,14 @@ class _Gate:
         """Return whether the arguments of pytest ask for any judgement."""
         return node_ids.is_requested(self._config.args, self._options.implementations, self._options.cases)
 
-    def _plan(self) -> Session:
-        """Return the session. The first call creates it, and so plans the jobs."""
-        if self._session is None:
+    def _plan(self) -> PlannedTests:
+        """Return the tests of the gate. The first call plans them."""
+        if "" not in self._planned:
             with stop_signals.leave_on_signals(self._config):
                 gate_options.prepare_gate(self._config, self._options.implementations)
                 from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
-                from conformance.session.session import Session
+                from conformance.session.planned_run import plan_jobs
+                from conformance.session.resolved_run import Caller, resolve_run
 
             keyword = self._config.option.keyword
             options = dataclasses.replace(self._options, selection=gate_options.describe_keyword(keyword))
@@ -130,20 +133,26 @@ class _Gate:
             try:
                 with interrupts.raise_on_signal():
                     interrupts.raise_if_stopped()
-                    self._session = Session(
-                        options,
+                    caller = Caller(
                         folder=self._config.rootpath,
                         handshakes=[(name, text) for name, text in handshakes],
                         is_worker=self._is_worker,
                     )
-                    self._planned[""] = planned = PlannedTests(self._session, _build_test_id)
+                    planned = PlannedTests(plan_jobs(resolve_run(options, caller)), _build_test_id)
                     if self._named:
                         planned.add_named_jobs(self._named, only=True)
                     if options.selection:
                         planned.narrow(keyword, [node_ids.GATE_PATH, "test_conforms"])
+                    planned.load_resumed()
+                    self._planned[""] = planned
             except CannotJudge as error:
                 raise pytest.UsageError(str(error)) from error
-        return self._session
+        return self._planned[""]
+
+    @property
+    def _own(self) -> PlannedRun | None:
+        """The run of the gate itself; None if nothing has asked for it."""
+        return self._planned[""].planned if "" in self._planned else None
 
     def _plan_suite(self, key: str, file: Path, suite: kernel_suite.KernelSuite) -> PlannedTests:
         """Plan the tests of a kernel in a test file.
@@ -165,7 +174,7 @@ class _Gate:
 
         try:
             selection = gate_options.describe_keyword(keyword)
-            session = kernel_suite.plan_suite(
+            run = kernel_suite.plan_suite(
                 suite,
                 dataclasses.replace(self._options, selection=selection),
                 resources=self._resources,
@@ -175,7 +184,7 @@ class _Gate:
             )
             from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
 
-            planned = PlannedTests(session, _build_suite_test_id)
+            planned = PlannedTests(run, _build_suite_test_id)
             named = node_ids.list_kernel_jobs(self._config.args, folder, file, names)
             planned.add_named_jobs(named, only=False)
             if selection:
@@ -191,8 +200,7 @@ class _Gate:
             return
         suite = kernel_suite.find_suite(metafunc.function)
         if suite is None:
-            self._plan()
-            planned = self._planned[""]
+            planned = self._plan()
         else:
             planned = self._plan_suite(metafunc.definition.nodeid, metafunc.definition.path, suite)
         metafunc.parametrize("conformance_job", planned.jobs, ids=planned.ids)
@@ -241,13 +249,17 @@ class _Gate:
         if self._shared_address is None:
             self._shared_address = shared_server.share_server()
         node.workerinput[_PLUGIN_NAME] = self._shared_address
-        if self._session is not None:
-            node.workerinput[_HANDSHAKES] = [list(one) for one in self._session.handshakes]
+        if self._own is not None:
+            from conformance.sandbox.sandboxed_executor import collect_handshakes
+
+            node.workerinput[_HANDSHAKES] = [
+                list(one) for one in collect_handshakes(self._own.resolved.implementations)
+            ]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
         """Note the tests that workers collected; the main process collects none itself."""
-        if self._session is not None:
+        if self._own is not None:
             known = set(self._planned[""].ids)
             self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
 
@@ -255,7 +267,7 @@ class _Gate:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         ours = (item for item in session.items if _get_job(item) is not None)
         self._selected.update(item.nodeid for item in ours if not _get_run_key(item))
-        if self._session is not None:
+        if self._own is not None:
             from conformance import environment
 
             environment.collect_garbage_rarely()
@@ -268,16 +280,13 @@ class _Gate:
         from conformance.gate.gate_summary import list_test_properties
 
         key = _get_run_key(item)
-        session = self._planned[key].session if key else self._plan()
-        number = session.find_number(job)
-        found = session.find_finished(number)
-        if found is None and not key:
-            found = session.judge(job)
-        elif found is None:
+        if not key:
+            number, found = self._plan().judge(job)
+        else:
             from conformance.session.process_setup import isolate_settings
 
             with isolate_settings():  # the process is the user's
-                found = session.judge(job)
+                number, found = self._planned[key].judge(job)
         item.stash[_JUDGED] = number, found
         item.user_properties += list_test_properties(job, found)
         return found
@@ -300,7 +309,7 @@ class _Gate:
             setattr(report, _RECORDS_ATTRIBUTE, [json.dumps([key, number]), *map(serialize_record, found)])
             if key and key not in self._sent_runs:
                 self._sent_runs.add(key)
-                setattr(report, _RUN_ATTRIBUTE, serialize_run(self._planned[key].session.run))
+                setattr(report, _RUN_ATTRIBUTE, serialize_run(self._planned[key].planned.run))
         return report
 
     @pytest.hookimpl
@@ -312,23 +321,24 @@ class _Gate:
             return
         packages.claim_names()  # where workers judge, nothing here has asked for them yet
         from conformance.judging.journal import JournalWriteError
+        from conformance.session.job_judging import open_journal
         from reports.records import parse_record
 
-        had_begun = self._session is not None and self._session.has_begun
+        had_begun = self._journal is not None
         try:
             (key, number), found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
             if key:
                 self._get_suite(key, getattr(report, _RUN_ATTRIBUTE, "")).add(report.nodeid, number, found)
                 return
-            session = self._plan()
+            planned = self._plan().planned
             self._records += found
             self._tests.add(report.nodeid)
             if number is not None:
                 self._judged.add(number)
-            if not had_begun:
-                session.begin()
-            if session.find_finished(number) is None:
-                session.record(number, found)
+            if self._journal is None:
+                self._journal = open_journal(planned)
+            if number is None or number not in planned.finished:
+                self._journal.add(number, found)
         except JournalWriteError as error:
             kept = "; what was judged before is in it" if had_begun else ""
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
@@ -342,8 +352,8 @@ class _Gate:
 
         if key not in self._suites:
             planned = self._planned.get(key)  # where workers judge, this process has planned nothing
-            session = None if planned is None else planned.session
-            self._suites[key] = SuiteRun(parse_run(run) if session is None else session.run, session)
+            own = None if planned is None else planned.planned
+            self._suites[key] = SuiteRun(parse_run(run) if own is None else own.run, own)
         return self._suites[key]
 
     @pytest.hookimpl(tryfirst=True)
@@ -356,8 +366,8 @@ class _Gate:
             what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, such as {min(missing)}"
             reason = f"{what}: the process that judged it died, or its test was not run"
             self._add_failure("every_job_has_records", reason)
-        if self._session is not None and self._session.has_begun:
-            self._finish(session, reason)
+        if self._journal is not None:
+            self._finish(session, reason, self._plan().planned, self._journal)
         self._finish_suites(session, reason)
         if sentence := self._describe_incompleteness(session, reason):
             self._add_failure("something_is_judged", sentence)
@@ -382,7 +392,7 @@ class _Gate:
     def _describe_incompleteness(self, session: pytest.Session, reason: str) -> str:
         """Return a sentence on planned jobs that were not judged; empty without any, or if the run was stopped."""
         required = self._options.require_platform
-        if not (self._records or required or self._session is not None):
+        if not (self._records or required or self._own is not None):
             return ""
         from conformance.gate import completeness
 
@@ -395,7 +405,7 @@ class _Gate:
             return sentence
         if reason or session.exitstatus != pytest.ExitCode.OK:
             return ""
-        return completeness.find_omitted_jobs(self._config, self._session, self._judged, self._records)
+        return completeness.find_omitted_jobs(self._config, self._own, self._judged, self._records)
 
     def _end_incomplete(self, session: pytest.Session) -> None:
         """Set the exit status of a run that lacks records: interrupted, unless its records have failures."""
@@ -404,26 +414,26 @@ class _Gate:
         if not any(record.verdict in RED for record in self._records):
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
-    def _finish(self, session: pytest.Session, reason: str) -> None:
+    def _finish(self, session: pytest.Session, reason: str, planned: PlannedRun, journal: Journal) -> None:
         """Follow up on findings, complete the output files, and add failures of the run as a whole."""
         from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
+        from conformance.session.run_result import FollowedUp, compare_with_baseline, finish_run, follow_up_run
         from reports.records import FAILED
 
-        ours = self._session
-        assert ours is not None
+        followed = FollowedUp()
         try:
-            if not reason and self._can_follow_up(ours):
-                ours.follow_up(self._said.append)
-            self._result = result = ours.finish(exit_guard.name_end(reason), reason)
+            if not reason and self._can_follow_up(journal):
+                followed = follow_up_run(planned, journal, self._said.append)
+            self._result = result = finish_run(planned, journal, exit_guard.name_end(reason), reason, followed)
             self._add_run_failures(session, result)
             if result.how == FAILED:
                 raise CannotJudge(result.reason)
             if (add_property := gate_summary.find_suite_property(self._config)) is not None:
                 for name, value in gate_summary.list_suite_properties(result):
                     add_property(name, value)
-            ours.write_outputs(result)
-            self._result = result = ours.compare_with_baseline(result)
+            planned.resolved.outputs.write(result.summary)
+            self._result = result = compare_with_baseline(planned.resolved, result)
         except (JournalWriteError, CannotJudge) as error:
             self._add_failure("outputs", str(error))
             session.exitstatus = pytest.ExitCode.INTERRUPTED
@@ -463,7 +473,7 @@ class _Gate:
         Returns:
           Why this is not possible; empty if it is.
         """
-        if suite.has_session:
+        if suite.is_planned:
             return ""
         path, *names = key.split("::")
         file = self._config.rootpath / path
@@ -473,17 +483,17 @@ class _Gate:
                 found = getattr(found, name)
             described = kernel_suite.find_suite(found)
             assert described is not None
-            suite.continue_in(self._plan_suite(key, file, described).session)
+            suite.continue_in(self._plan_suite(key, file, described).planned)
         except Exception as error:  # whatever a user's file raises here, the results of the workers are reported
             return f"{path} cannot be loaded after the workers: {type(error).__name__}: {error}"
         return ""
 
-    def _can_follow_up(self, session: Session) -> bool:
+    def _can_follow_up(self, journal: Journal) -> bool:
         """Return whether this process can judge further cases. If not, and the run is red, add a line that says why."""
         from reports.records import RED
 
         obstacle = self._find_obstacle()
-        if obstacle and any(record.verdict in RED for record in session.recorded.records):
+        if obstacle and any(record.verdict in RED for record in journal.recorded.records):
             self._said.append(f"findings are neither confirmed nor diagnosed: {obstacle} (-n 0 does both)")
         return not obstacle
 
@@ -519,11 +529,11 @@ class _Gate:
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not (self._records or self._suite_results):
-            if self._session is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
+            if self._own is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
                 for line in gate_options.format_reminder(self._config.rootpath):
                     terminalreporter.write_line(line)
-            elif self._session is not None:
-                for line in self._session.notes:
+            elif self._own is not None:
+                for line in self._own.notes:
                     terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")
@@ -532,9 +542,9 @@ class _Gate:
         lines: list[str] = []
         report = self._options.report or ""
         if self._records:
-            session = self._plan()
+            planned = self._plan().planned
             lines += format_terminal_summary(
-                self._records, session.run, self._result, report=report, said=self._said, notes=session.notes
+                self._records, planned.run, self._result, report=report, said=self._said, notes=planned.notes
             )
         for result in self._suite_results.values():
             lines += format_suite_summary(result, report)

@@ -16,10 +16,12 @@ from conformance.api.subject_lookup import describe_expression, describe_functio
 from conformance.checks import CHECKS_BY_NAME
 from conformance.sandbox import kernel_process
 from conformance.session.failures import CannotJudge
+from conformance.session.job_judging import FIRST_FAILURE
 from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
+from conformance.session.resolved_run import Caller
 from conformance.session.run_spec import CheckOptions, RunSpec, list_options
-from conformance.session.session import FIRST_FAILURE, run_session
+from conformance.session.session import run_session
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.implementation import Implementation
 from reports import terminal
@@ -141,15 +143,13 @@ def check(
         with isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
             if not subject.is_sandboxed:
                 say(_IN_PROCESS.format(name=label))
-            result = run_session(
-                spec,
+            caller = Caller(
                 implementations=[subject.implementation],
-                show_progress=show_progress,
-                say=say,
                 format_repetition=repeat,
                 compiler_options={} if subject.is_sandboxed else environment.build_fast_options(),
                 writes_step_summary=False,
             )
+            result = run_session(spec, caller, show_progress=show_progress, say=say)
     except CannotJudge as error:
         raise ValueError(str(error)) from None
     found = build_report(subject.implementation.name, result)

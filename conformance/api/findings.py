@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.session.session import SessionResult
+from conformance.session.run_result import SessionResult
 from reports import terminal
 from reports.causes.finding_text import FindingText
 from reports.records import Diagnosis, Record, Worst

@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from conformance.commands.progress_display import RunProgress
-from conformance.session.session import Say, ShowProgress, say_nothing, show_no_progress
+from conformance.session.job_judging import Say, ShowProgress, say_nothing, show_no_progress
 from reports.records import RED, Record
 
 _REFRESH_SECONDS = 0.5

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from conformance.api.findings import Finding, build_findings, build_record_rows
 from conformance.session.failures import CannotJudge
+from conformance.session.job_judging import FIRST_FAILURE
 from conformance.session.run_outputs import check_writable
-from conformance.session.session import FIRST_FAILURE, SessionResult
+from conformance.session.run_result import SessionResult
 from impls.contract.argument_validation import validate_arguments
 from reports import conformity, html_fragment, html_page, markdown_summary, output_files, terminal
 from reports.records import COMPLETE, Record, serialize_recorded_run

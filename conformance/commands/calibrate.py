@@ -10,9 +10,11 @@ from rich.console import Console
 from conformance.commands.progress_display import RunProgress
 from conformance.session import input_files, run_spec
 from conformance.session.failures import CannotJudge
+from conformance.session.job_judging import judge_jobs, open_journal
+from conformance.session.planned_run import plan_jobs
+from conformance.session.resolved_run import resolve_run
 from conformance.session.run_outputs import check_writable
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import Session
 from conformance.truth import calibration, tolerances
 from reports import records
 from reports.records import COMPLETE, Record
@@ -55,10 +57,10 @@ def _judge_grids(arguments: argparse.Namespace) -> list[Record]:
         seeds=tuple(arguments.seed),
         jobs=arguments.jobs,
     )
-    session = Session(options)
-    session.begin()
+    planned = plan_jobs(resolve_run(options))
+    journal = open_journal(planned)
     console = Console(stderr=True)
-    how, reason = session.judge_jobs(lambda total, finished: RunProgress(total, console, finished))
+    how, reason = judge_jobs(planned, journal, lambda total, finished: RunProgress(total, console, finished))
     if how != COMPLETE:
         raise CannotJudge(reason)
-    return session.recorded.records
+    return journal.recorded.records

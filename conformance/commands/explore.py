@@ -95,7 +95,7 @@ def explore(arguments: argparse.Namespace) -> int:
         excess = flag_share.find_excess(journal.recorded.records)
         journal.add_records(excess)
         reason = interrupts.describe_signal() if found.interrupted else ""
-        journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason, seconds=found.seconds)
+        journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason)
     except JournalWriteError as error:
         raise CannotJudge(f"{error}; what was judged before is in it") from error
     judged, info = aggregate_runs([journal.recorded], command=described.command)

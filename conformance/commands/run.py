@@ -13,9 +13,13 @@ from conformance.commands.argument_lookup import format_command_line
 from conformance.commands.progress_display import RunProgress
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
+from conformance.session.job_judging import FIRST_FAILURE
+from conformance.session.planned_run import PlannedRun, describe_plan, load_resumed, plan_jobs
+from conformance.session.resolved_run import resolve_run
 from conformance.session.run_annotations import annotate_run
+from conformance.session.run_result import SessionResult, compare_with_baseline
 from conformance.session.run_spec import RunSpec, build_spec, draw_seeds, read_query, says_what_to_judge
-from conformance.session.session import FIRST_FAILURE, Session, SessionResult
+from conformance.session.session import run_planned
 from reports import changes_page, terminal
 from reports.records import FAILED
 
@@ -23,20 +27,20 @@ from reports.records import FAILED
 def run(arguments: argparse.Namespace) -> int:
     """Judge and report; return 0 if all implementations conform, 1 if not, 2 if they could not be judged."""
     options, notes = build_options(arguments)
-    session = Session(options)
+    planned = load_resumed(plan_jobs(resolve_run(options)))
     console = Console(stderr=True, markup=False)  # names may look like rich's markup
 
     def say(line: str) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
-    say(session.describe_plan())
-    result = session.run_to_end(lambda total, finished: RunProgress(total, console, finished), say)
+    say(describe_plan(planned))
+    result = run_planned(planned, lambda total, finished: RunProgress(total, console, finished), say)
     if result.reason == FIRST_FAILURE:
         console.print(result.reason, style="yellow", soft_wrap=True)
     if result.how == FAILED:
         raise CannotJudge(result.reason)
-    _print_result(session, result, notes, console)
-    result = session.compare_with_baseline(result)
+    _print_result(planned, result, notes, console)
+    result = compare_with_baseline(planned.resolved, result)
     if result.comparison is not None:
         changes_page.print_comparison(result.comparison, Console())
     lines = annotate_run(result.records, result.comparison, result.info)
@@ -44,13 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _print_result(session: Session, result: SessionResult, notes: list[str], console: Console) -> None:
-    options = session.options
+def _print_result(planned: PlannedRun, result: SessionResult, notes: list[str], console: Console) -> None:
+    options = planned.resolved.spec
     terminal.print_summary(result.summary, Console(), options.report or "")
     for line in result.shrunk:
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
-    places = [f"{name} {kernel.place}" for name, kernel in session.run.kernels.items() if kernel.place]
-    for note in [*notes, *session.notes, *places]:
+    places = [f"{name} {kernel.place}" for name, kernel in planned.run.kernels.items() if kernel.place]
+    for note in [*notes, *planned.notes, *places]:
         console.print(note, style="yellow", highlight=False, soft_wrap=True)
     if result.lacks_platform:
         console.print(f"--require-platform={options.require_platform}: nothing was judged there", style="red")

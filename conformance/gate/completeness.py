@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-from conformance.session.session import Session
+from conformance.session.planned_run import PlannedRun
 from reports.records import JUDGED, RED, Record
 
 # Prefixes of options, of pytest and common plugins, that leave out no test of a successful run. Options of the gate are
@@ -43,7 +43,7 @@ def find_missing_judgements(records: Iterable[Record]) -> str:
 
 
 def find_omitted_jobs(
-    config: pytest.Config, session: Session | None, judged: Collection[int], records: Collection[Record]
+    config: pytest.Config, planned: PlannedRun | None, judged: Collection[int], records: Collection[Record]
 ) -> str:
     """Return a sentence if planned jobs were not judged although no argument deselects any; otherwise an empty string.
 
@@ -52,23 +52,23 @@ def find_omitted_jobs(
 
     Args:
       config: the configuration of pytest.
-      session: the session that planned the jobs; None if none were planned.
+      planned: the run; None if no jobs were planned.
       judged: the numbers of the jobs that were judged by all of their checks.
       records: all records of the run.
     """
     arguments = [str(argument) for argument in config.invocation_params.args]
-    if session is None or {"--collect-only", "--collectonly", "--co"} & set(arguments):
+    if planned is None or {"--collect-only", "--collectonly", "--co"} & set(arguments):
         return ""
     if not records:
         return "nothing was judged: no test was run (see addopts in the settings of pytest)"
     if any(map(_may_select, arguments)):
         return ""
-    planned = len(session.jobs)
-    missing = planned - len(judged)
+    total = len(planned.jobs)
+    missing = total - len(judged)
     if missing <= 0:
         return ""
     why = "no argument asks for that: see addopts in the settings of pytest, plugins and conftest.py"
-    return f"{missing:,} of {planned:,} jobs were planned and not judged, and {why}"
+    return f"{missing:,} of {total:,} jobs were planned and not judged, and {why}"
 
 
 def _may_select(argument: str) -> bool:

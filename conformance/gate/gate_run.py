@@ -6,6 +6,7 @@ A run of pytest may have several sessions: that of `pytest --pyargs conformance`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,31 +18,35 @@ from conformance.gate.keyword_selection import select_checks
 from conformance.gate.node_ids import NamedJob
 from conformance.judging import flag_share, provenance
 from conformance.judging.job import Job
-from conformance.judging.runner import build_changed_file_records
+from conformance.judging.journal import Journal
+from conformance.judging.runner import Runner, build_changed_file_records
 from conformance.session.failures import CannotJudge
+from conformance.session.job_judging import open_journal
+from conformance.session.planned_run import PlannedRun, find_number, load_resumed, select_jobs
 from conformance.session.process_setup import isolate_settings
+from conformance.session.resolved_run import create_runner
 from conformance.session.run_outputs import check_outputs, find_step_summary
+from conformance.session.run_result import FollowedUp, finish_run, follow_up_run, merge_runs
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import Session, merge_runs
 from impls.contract.implementation import Implementation
 from reports.page_model import Summary, build_summary
 from reports.records import End, Record, RecordedRun, Run, serialize_recorded_run
 
 
 class PlannedTests:
-    """The tests of a session: one for each job, before `-k` and ids leave any out.
+    """The tests of a planned run: one for each job, before `-k` and ids leave any out.
 
     Attributes:
-      session: the session.
+      planned: the run.
       jobs: the job of each test.
       ids: what stands in brackets in the id of each test.
     """
 
-    def __init__(self, session: Session, build_id: Callable[[Job], str]) -> None:
-        """Plan the tests of a session."""
-        self.session = session
+    def __init__(self, planned: PlannedRun, build_id: Callable[[Job], str]) -> None:
+        """Make a test of each job."""
+        self.planned = planned
         self._build_id = build_id
-        self.jobs: list[Job] = list(session.jobs)
+        self.jobs: list[Job] = list(planned.jobs)
         self._by_id = {build_id(job): job for job in self.jobs}
         self._narrowed: dict[int, Job] = {}  # by the identity of the planned job
 
@@ -50,31 +55,51 @@ class PlannedTests:
         """Return the part in brackets of each test's id."""
         return list(self._by_id)
 
+    @functools.cached_property
+    def _runner(self) -> Runner:
+        return create_runner(self.planned.resolved)
+
+    def load_resumed(self) -> None:
+        """Take over the jobs that the file of `--conformance-resume` has finished. Raises `CannotJudge`."""
+        self.planned = load_resumed(self.planned)
+
+    def judge(self, job: Job) -> tuple[int | None, list[Record]]:
+        """Return the number of a job in the plan, if it has one, and its records, which a resumed file may have."""
+        number = find_number(self.planned, job)
+        if number is not None and (found := self.planned.finished.get(number)) is not None:
+            return number, list(found)
+        return number, self._runner.judge(job)
+
     def add_named_jobs(self, named: Sequence[NamedJob], *, only: bool) -> None:
         """Add tests for jobs that the plan lacks, such as those of another level or seed.
 
         Args:
           named: the jobs that pasted ids name.
-          only: whether the run has no other tests of the session.
+          only: whether the run has no other tests.
         """
         further = {}
         for one in named:
-            if one.text not in self._by_id and (job := _build_job(one, self.session.implementations)) is not None:
+            if (
+                one.text not in self._by_id
+                and (job := _build_job(one, self.planned.resolved.implementations)) is not None
+            ):
                 further[one.text] = job
         if not (further or only):
             return
         texts = {one.text for one in named}
         kept = {id(job) for text, job in self._by_id.items() if not only or text in texts}
-        self.session.select_jobs(
+        before = self.planned.resolved.spec.selection
+        self.planned = select_jobs(
+            self.planned,
             lambda job: job if id(job) in kept else None,
-            " ".join(filter(None, (_describe_named(len(texts)) if only else "", self.session.options.selection))),
+            " ".join(filter(None, (_describe_named(len(texts)) if only else "", before))),
             further=tuple(further.values()),
         )
         self._by_id = {text: job for text, job in self._by_id.items() if id(job) in kept} | further
         self.jobs = list(self._by_id.values())
 
     def narrow(self, expression: str, keywords: Sequence[str]) -> None:
-        """Leave out of the session what an expression of `-k` leaves out.
+        """Leave out what an expression of `-k` leaves out.
 
         Args:
           expression: as pytest takes it. It names checks.
@@ -87,7 +112,7 @@ class PlannedTests:
                 self._narrowed[id(job)] = job if checks == job.checks else dataclasses.replace(job, checks=checks)
             return self._narrowed.get(id(job))
 
-        self.session.select_jobs(select, self.session.options.selection)
+        self.planned = select_jobs(self.planned, select, self.planned.resolved.spec.selection)
 
     def narrow_job(self, job: Job, keywords: Sequence[str], expression: str) -> Job | None:
         """Return the job of a test with the checks that `-k` selects, or None if it selects none."""
@@ -155,51 +180,50 @@ class SuiteRun:
       tests: ids of the tests that gave records.
     """
 
-    def __init__(self, run: Run, session: Session | None) -> None:
+    def __init__(self, run: Run, planned: PlannedRun | None) -> None:
         """Begin a suite.
 
         Args:
           run: the run record.
-          session: the session that judges in this process; None where workers of pytest-xdist judge.
+          planned: the run that is judged in this process; None where workers of pytest-xdist judge.
         """
         self.run = run
         self.tests: set[str] = set()
-        self._session = session
+        self._planned = planned
+        self._journal: Journal | None = None if planned is None else open_journal(planned)
         self._done: dict[int, tuple[Record, ...]] = {}
         self._others: list[Record] = []
         self._started = time.perf_counter()
-        if session is not None:
-            session.begin()
 
     def add(self, test: str, number: int | None, found: Sequence[Record]) -> None:
         """Add the records of a job, by its number in the plan; None for a part of a job."""
         self.tests.add(test)
-        if self._session is not None:
-            self._session.record(number, found)
+        if self._journal is not None:
+            self._journal.add(number, found)
         elif number is None:
             self._others += found
         else:
             self._done[number] = (*self._done.get(number, ()), *found)
 
     @property
-    def has_session(self) -> bool:
+    def is_planned(self) -> bool:
         """Whether this process has planned the tests."""
-        return self._session is not None
+        return self._planned is not None
 
-    def continue_in(self, session: Session) -> None:
-        """Record the results of workers in a session of this process, which can follow up on them.
+    def continue_in(self, planned: PlannedRun) -> None:
+        """Record the results of workers in a run of this process, which can follow up on them.
 
         Raises:
           CannotJudge: if this process plans other jobs than the workers.
         """
-        if session.run.jobs != self.run.jobs:
+        if planned.run.jobs != self.run.jobs:
             raise CannotJudge("other jobs were planned here than by the workers")
-        session.begin(self.run, seconds=time.perf_counter() - self._started)
+        self._journal = open_journal(planned, self.run, started=self._started)
         for number, found in self._done.items():
-            session.record(number, found)
+            self._journal.add(number, found)
         if self._others:
-            session.record(None, self._others)
-        self._session = session
+            self._journal.add_records(self._others)
+        self._planned = planned
 
     def finish(self, how: str, reason: str, *, command: str, obstacle: str = "") -> SuiteResult:
         """Follow up on the findings, and summarize the records.
@@ -211,14 +235,15 @@ class SuiteRun:
           obstacle: why findings cannot be followed up here; empty if they can.
         """
         said: list[str] = []
-        if self._session is not None:
+        if self._planned is not None and self._journal is not None:
+            followed = FollowedUp()
             if not (reason or obstacle):
                 with isolate_settings():
-                    self._session.follow_up(said.append)
-            result = self._session.finish(how, reason)
+                    followed = follow_up_run(self._planned, self._journal, said.append)
+            result = finish_run(self._planned, self._journal, how, reason, followed)
             failures = _describe_failures([*result.stale, *result.flag_excess])
             recorded, found, summary = result.recorded, result.records, result.summary
-            notes = self._session.notes
+            notes = self._planned.notes
         else:
             excess = flag_share.find_excess(self._list_records())
             recorded = self._build_recorded_run(how, reason, excess)

@@ -11,7 +11,7 @@ from conformance.execution import implementation_registry
 from conformance.gate.gate_run import SuiteResult
 from conformance.judging.job import Job
 from conformance.session.run_annotations import annotate_run
-from conformance.session.session import SessionResult
+from conformance.session.run_result import SessionResult
 from reports import changes, terminal
 from reports.changes import Comparison
 from reports.printable_text import make_printable

@@ -15,7 +15,7 @@ from conformance.session.failures import CannotJudge
 from conformance.session.run_spec import OPTIONS, RunSpec
 
 if TYPE_CHECKING:
-    from conformance.session.session import Session
+    from conformance.session.planned_run import PlannedRun
     from impls.contract.declarations import Declarations
     from reports.records import Record
 
@@ -64,7 +64,7 @@ def plan_suite(
     folder: Path,
     format_repetition: Callable[[Record], str],
     is_worker: bool,
-) -> Session:
+) -> PlannedRun:
     """Plan the jobs of a suite.
 
     Args:
@@ -87,8 +87,9 @@ def plan_suite(
         raise CannotJudge(str(error)) from error
     from conformance.api.subject_lookup import load_subject  # imported late, as the others: they load JAX
     from conformance.execution.kernel_errors import describe_kernel_error
+    from conformance.session.planned_run import plan_jobs
     from conformance.session.project_lookup import build_kernel_options
-    from conformance.session.session import Session
+    from conformance.session.resolved_run import Caller, resolve_run
 
     options = _choose_options(suite, given)
     kernels = build_kernel_options(
@@ -104,8 +105,7 @@ def plan_suite(
         raise
     except Exception as error:  # reading its signature runs code that raises
         raise CannotJudge(f"{suite.name} cannot be judged: {describe_kernel_error(error)}") from error
-    return Session(
-        options,
+    caller = Caller(
         implementations=[subject.implementation],
         folder=folder,
         is_worker=is_worker,
@@ -113,6 +113,7 @@ def plan_suite(
         compiler_options={} if subject.is_sandboxed else environment.build_fast_options(),
         writes_step_summary=False,
     )
+    return plan_jobs(resolve_run(options, caller))
 
 
 def _choose_options(suite: KernelSuite, given: RunSpec) -> RunSpec:

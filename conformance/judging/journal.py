@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import stat
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,19 +45,28 @@ class JournalWriteError(Exception):
 class Journal:
     """The records of a run so far, in memory and in any number of files (also none)."""
 
-    def __init__(self, paths: Iterable[Path], run: Run, kept: Mapping[int, tuple[Record, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        run: Run,
+        kept: Mapping[int, tuple[Record, ...]] | None = None,
+        *,
+        started: float | None = None,
+    ) -> None:
         """Open the files, and write the run and the jobs that are `kept` from an earlier part of it.
 
         Args:
           paths: the files of records; all get the same content.
           run: the run record.
           kept: records of finished jobs of a resumed run, by the job's number.
+          started: the time of `time.perf_counter` when the run began; now if left out.
 
         Raises:
           JournalWriteError: if a file cannot be written, or another run is writing it. In the first case the other
             files are then empty, unless jobs are kept.
         """
         self._run = run
+        self._started = time.perf_counter() if started is None else started
         self._recorded = RecordedRun(run=run, done=dict(kept or {}))
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
@@ -78,10 +88,22 @@ class Journal:
         return self._run
 
     @property
+    def seconds(self) -> float:
+        """The seconds since the run began."""
+        return time.perf_counter() - self._started
+
+    @property
     def recorded(self) -> RecordedRun:
         """The run, as reading its file returns it."""
         others, probes = tuple(self._others), tuple(self._probes)
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
+
+    def add(self, number: int | None, found: Sequence[Record]) -> None:
+        """Write the records of a job, or of a part of one, which has no number. Raises `JournalWriteError`."""
+        if number is None:
+            self.add_records(found)
+        else:
+            self.add_job(number, found)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
         """Write the records of a finished job. Raises `JournalWriteError`.
@@ -104,14 +126,14 @@ class Journal:
             self._probes += found
             self._append_to_files("".join(map(serialize_probe, found)))
 
-    def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
+    def end(self, how: str, *, reason: str = "") -> None:
         """Write how the run ended, and close the files. Raises `JournalWriteError`."""
         end = End(
             ended=provenance.format_current_time(),
             how=how,
             reason=reason,
             jobs=len(self._done),
-            seconds=round(seconds, 1),
+            seconds=round(self.seconds, 1),
         )
         with interrupts.delay_signals():
             self._recorded = dataclasses.replace(self._recorded, end=end)

@@ -29,9 +29,9 @@ class Outputs:
       step: the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub.
     """
 
-    report: Path | None
-    json: Path | None
-    markdown: Path | None
+    report: Path | None = None
+    json: Path | None = None
+    markdown: Path | None = None
     step: Path | None = None
 
     @property

@@ -26,7 +26,7 @@ from conformance.executor_tasks import native_compilation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner, find_platform
 from conformance.judging.settings import Settings
-from conformance.session.session import compute_exit_code
+from conformance.session.run_result import compute_exit_code
 from impls import flash_gpu
 from impls.contract.implementation import Implementation
 from impls.flash_gpu import pallas_backends

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import conformance
-from conformance.session.session import merge_runs
+from conformance.session.run_result import merge_runs
 from reports.page_model import build_summary
 from reports.records import read_runs
 from tests.api import kernels

@@ -17,7 +17,7 @@ import pytest
 
 from conformance import cli
 from conformance.cost.commands import bench
-from conformance.session import session
+from conformance.session import planned_run
 from reports import records
 from reports.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, read_measurements
 from reports.records.measurement import FORWARD
@@ -293,4 +293,4 @@ def test_processes_share_what_can_be_shared(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert session._choose_worker_count(jobs) == workers
+    assert planned_run.choose_worker_count(jobs) == workers

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
+from conformance.session.planned_run import plan_jobs
+from conformance.session.resolved_run import resolve_run
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import Session
 
 CASE = "train/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s0"
 KERNELS = """
@@ -80,8 +81,7 @@ def list_cases(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]
 def test_the_cases_of_smoke_are_those_that_a_run_judges(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--impl=kernels.py:longer", "--cases=train/f32", "--level=smoke")
     listed = list_cases(capsys, *words)
-    session = Session(
-        RunSpec(implementations=("kernels.py:longer",), cases="train/f32", level="smoke", in_process=True)
-    )
-    assert listed == list(dict.fromkeys(job.case.id for job in session.jobs if job.is_on_grid))
+    spec = RunSpec(implementations=("kernels.py:longer",), cases="train/f32", level="smoke", in_process=True)
+    jobs = plan_jobs(resolve_run(spec)).jobs
+    assert listed == list(dict.fromkeys(job.case.id for job in jobs if job.is_on_grid))
     assert set(listed) < set(list_cases(capsys, *words, "--level=quick"))

@@ -24,9 +24,12 @@ import pytest
 
 from conformance.judging import cluster, task_pools
 from conformance.session.failures import CannotJudge
+from conformance.session.job_judging import ProgressDisplay, show_no_progress
 from conformance.session.remote_pools import build_conditions
+from conformance.session.resolved_run import Caller
+from conformance.session.run_result import SessionResult
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
+from conformance.session.session import run_session
 from reports.records import COMPLETE, ERROR, FAILED, PASS, Record, read_jsonl
 from tests.bank.__main__ import main as measure_bank
 from tests.commands.kernel_folder import run_cli
@@ -157,8 +160,8 @@ def judge(name: str, address: str | None = None, **options: Any) -> SessionResul
     } | options
     return run_session(
         RunSpec(implementations=(f"{file}:{name}",), cluster=address, **values),
+        Caller(executor=executor),
         show_progress=show,
-        executor=executor,
     )
 
 

@@ -15,8 +15,8 @@ from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.session.failures import CannotJudge
 from conformance.session.required_platform import select_native
+from conformance.session.resolved_run import resolve_run
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import Session
 from impls.contract.implementation import Accelerator, Implementation
 from tests.kernels import naive
 from tests.process_helpers import COMMAND_TIMEOUT
@@ -82,11 +82,12 @@ import jax
 jax.devices()
 jax.default_backend = lambda: "gpu"
 from conformance.session.run_spec import RunSpec
-from conformance.session.session import Session
+from conformance.session.planned_run import plan_jobs
+from conformance.session.resolved_run import resolve_run
 
-session = Session(RunSpec(judge_all=True, level="smoke", require_platform="gpu"))
-kept = {one.name: one.accelerator.platform for one in session.implementations}
-print(json.dumps([kept, sorted({job.implementation.name for job in session.jobs}), session.notes]))
+planned = plan_jobs(resolve_run(RunSpec(judge_all=True, level="smoke", require_platform="gpu")))
+kept = {one.name: one.accelerator.platform for one in planned.resolved.implementations}
+print(json.dumps([kept, sorted({job.implementation.name for job in planned.jobs}), planned.notes]))
 """
 
 
@@ -110,6 +111,6 @@ def test_a_machine_without_the_platform_judges_nothing_and_says_so_at_once(
     monkeypatch.chdir(tmp_path)
     options = RunSpec(implementations=("dot_product", "splash_tpu"), require_platform="gpu")
     with pytest.raises(CannotJudge) as raised:
-        Session(options)
+        resolve_run(options)
     for part in ("--require-platform=gpu", "JAX computes on cpu here: dot_product", "written for tpu: splash_tpu"):
         assert part in str(raised.value)

@@ -12,9 +12,12 @@ import pytest
 from conformance import interrupts
 from conformance.execution.plain_functions import build_implementation
 from conformance.session.failures import CannotJudge, RunStopped
+from conformance.session.job_judging import ProgressDisplay, show_no_progress
+from conformance.session.planned_run import describe_plan, load_resumed, plan_jobs
+from conformance.session.resolved_run import Caller, resolve_run
+from conformance.session.run_result import compare_with_baseline
 from conformance.session.run_spec import RunSpec, build_spec, parse_shard, read_query
-from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
-from impls.contract.implementation import Implementation
+from conformance.session.session import run_planned, run_session
 from reports.records import COMPLETE, FAIL, INTERRUPTED, PASS, Record, read_runs, serialize_job, serialize_run
 from tests.kernels import naive
 from tests.process_helpers import restore_signal_handlers
@@ -37,13 +40,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def declare(function: object, name: str) -> list[Implementation]:
-    return [build_implementation(function, name)]  # type: ignore[arg-type]
+def declare(function: object, name: str) -> Caller:
+    return Caller(implementations=[build_implementation(function, name)])  # type: ignore[arg-type]
 
 
 def test_a_function_is_judged_in_the_callers_process() -> None:
     options = RunSpec(implementations=("right",), case=CASE, checks=("forward",))
-    result = run_session(options, implementations=declare(right, "right"))
+    result = run_session(options, declare(right, "right"))
     assert (result.how, result.exit_code) == (COMPLETE, 0)
     assert {(record.implementation, record.check, record.verdict) for record in result.records} == {
         ("right", "forward", PASS)
@@ -57,7 +60,7 @@ def test_a_wrong_function_gives_findings_files_and_exit_code_1(folder: Path) -> 
     options = RunSpec(
         implementations=("wrong",), case=CASE, checks=("forward",), json="r.jsonl", report="page.html", command="mine"
     )
-    result = run_session(options, implementations=declare(wrong, "wrong"))
+    result = run_session(options, declare(wrong, "wrong"))
     assert result.exit_code == 1
     assert [each.finding.smallest.case for each in result.findings] == [CASE]
     (recorded,) = read_runs(folder / "r.jsonl")
@@ -83,7 +86,7 @@ def test_who_watches_the_progress_may_stop_the_run() -> None:
         def __exit__(self, *_: object) -> None:
             return None
 
-    result = run_session(FEW, implementations=declare(right, "given"), show_progress=lambda total, finished: Shows())
+    result = run_session(FEW, declare(right, "given"), show_progress=lambda total, finished: Shows())
     assert (result.how, result.reason, result.exit_code) == (INTERRUPTED, "that is enough", 2)
     assert len(seen) == 1
     assert {record.case for record in result.records} == {record.case for record in seen[0]}
@@ -96,7 +99,7 @@ def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
 
     with restore_signal_handlers():
         before = signal.getsignal(signal.SIGTERM)
-        result = run_session(FEW, implementations=declare(right, "given"), show_progress=show)  # type: ignore[arg-type]
+        result = run_session(FEW, declare(right, "given"), show_progress=show)  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGTERM) == before
     assert (result.how, result.exit_code) == (INTERRUPTED, 143)
     assert "SIGTERM" in result.reason
@@ -104,7 +107,7 @@ def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
 
 def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
     options = RunSpec(**{**vars(FEW), "json": "r.jsonl"})
-    whole = run_session(options, implementations=declare(right, "given"))
+    whole = run_session(options, declare(right, "given"))
     (recorded,) = read_runs(folder / "r.jsonl")
     assert recorded.run is not None
     assert len(recorded.done) > 1
@@ -112,11 +115,11 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
     (folder / "r.jsonl").write_text(serialize_run(recorded.run) + "\n" + serialize_job(number, found))
     (folder / "before.jsonl").write_text((folder / "r.jsonl").read_text())
     values = {**vars(FEW), "resume": "r.jsonl", "baseline": "before.jsonl"}
-    session = Session(RunSpec(**values), implementations=declare(right, "given"))
-    assert session.find_finished(number) == list(found)
-    assert len(session.notes) == 1
+    planned = load_resumed(plan_jobs(resolve_run(RunSpec(**values), declare(right, "given"))))
+    assert planned.finished == {number: found}
+    assert len(planned.notes) == 1
     with interrupts.record_signals():
-        result = session.compare_with_baseline(session.run_to_end())
+        result = compare_with_baseline(planned.resolved, run_planned(planned))
     assert {r.key: r.verdict for r in result.records} == {r.key: r.verdict for r in whole.records}
     assert result.comparison is not None
     assert (result.exit_code, list(result.comparison.regressions)) == (0, [])
@@ -173,9 +176,9 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def test_the_plan_says_what_is_judged_and_about_how_long_it_takes() -> None:
-    session = Session(RunSpec(implementations=("dot_product",), level="smoke", jobs=2))
-    line = session.describe_plan()
-    for word in ("dot_product", "smoke", f"{len(session.jobs):,} jobs", "2 processes", "about "):
+    planned = plan_jobs(resolve_run(RunSpec(implementations=("dot_product",), level="smoke", jobs=2)))
+    line = describe_plan(planned)
+    for word in ("dot_product", "smoke", f"{len(planned.jobs):,} jobs", "2 processes", "about "):
         assert word in line
 
 
@@ -186,7 +189,7 @@ def test_numpy_does_not_warn_of_what_a_wrong_kernel_returns() -> None:
     options = RunSpec(implementations=("huge",), case=CASE, checks=("forward", "gradients", "linearity", "poison"))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=RuntimeWarning)
-        result = run_session(options, implementations=declare(huge, "huge"))
+        result = run_session(options, declare(huge, "huge"))
     assert result.exit_code == 1
     # NaN that queries attend to does stay visible.
     wrong = [record for record in result.records if record.observable != "out.visible"]
