@@ -24,7 +24,7 @@ from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
-from reports.record_groups import group_by_contender
+from reports.record_groups import group_by_implementation
 from reports.records import ERROR, FAIL, JUDGED, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
 
@@ -67,13 +67,13 @@ def measure_signatures_of_failed(
         findings = [
             finding
             for finding in found
-            if finding.contender.implementation == implementation.name and finding.kind in _COMPARED_KINDS
+            if finding.implementation.name == implementation.name and finding.kind in _COMPARED_KINDS
         ]
         if not findings:
             continue
         started, mine = time.monotonic(), allowed.left / (len(failed) - number)
         records = [record for record in journal.recorded.records if record.implementation == implementation.name]
-        right = list_right_cases(records, [f for f in found if f.contender.implementation == implementation.name])
+        right = list_right_cases(records, [f for f in found if f.implementation.name == implementation.name])
         comparison = _Comparison(findings, right, bank)
         jobs = list(failure_signatures.iter_signature_jobs(implementation))
         cases = 0
@@ -258,22 +258,23 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
       found: the records of the run.
       is_followed_up: whether the run was to compare every finding, so that one without a case lacked time.
     """
-    probes = group_by_contender(info.probes)
+    probes = group_by_implementation(info.probes)
     red = {
-        contender: records
-        for contender, records in group_by_contender(found).items()
+        implementation: records
+        for implementation, records in group_by_implementation(found).items()
         if any(record.verdict in _FAILED_VERDICTS for record in records)
     }
     bank = failure_signatures.load_signatures() if probes and red else []
     diagnoses: dict[tuple[str, ...], Diagnosis] = {}
-    for contender, records in red.items():
-        asked = failure_signatures.build_signature(probes.get(contender, ()))
+    for implementation, records in red.items():
+        probed = probes.get(implementation, ())
+        asked = failure_signatures.build_signature(probed)
         if not (bank and asked.sizes) and not is_followed_up:
             continue
-        every = root_causes.find_contender_causes({contender: records}, {contender: probes.get(contender, ())})
+        every = root_causes.find_implementation_causes({implementation: records}, {implementation: probed})
         findings = [finding for finding in every if finding.kind in _COMPARED_KINDS]
         right = list_right_cases(records, every)
-        nearest = find_similar_bugs(findings, probes.get(contender, ()), right, bank)
+        nearest = find_similar_bugs(findings, probed, right, bank)
         for number, finding in enumerate(findings):
             if number not in nearest:
                 is_shown = _has_signature_case(finding)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cases.operand_registry import RESIDUALS
 from reports.causes.case_levels import Level
-from reports.record_groups import Contender
+from reports.record_groups import JudgedImplementation
 from reports.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 
 RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
@@ -67,7 +67,7 @@ class Finding:
     """The red records that one cause explains, and the facts about the cause.
 
     Attributes:
-      contender: the implementation and platform whose records these are.
+      implementation: the implementation and platform whose records these are.
       kind: one of `KINDS`.
       levels: the levels that a case needs to fail, and an empty tuple if every case fails. None if it is unknown what
         failing cases have in common.
@@ -87,7 +87,7 @@ class Finding:
         the levels are not sufficient to make a case fail.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     kind: str
     levels: tuple[Level, ...] | None
     others: tuple[tuple[Level, ...], ...] = ()
@@ -103,8 +103,8 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells the finding from the others of a report: its contender, and the key of its first record."""
-        return (self.contender.label, *self.records[0].key)
+        """What tells the finding from the others of a report: its implementation, and the key of its first record."""
+        return (self.implementation.label, *self.records[0].key)
 
     @property
     def is_explained(self) -> bool:

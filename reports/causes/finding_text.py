@@ -25,7 +25,7 @@ from reports.causes.finding import (
     is_wrong_form,
 )
 from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_mask_leak
-from reports.record_groups import Contender
+from reports.record_groups import JudgedImplementation
 from reports.records import Diagnosis, Record, SimilarBug
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
@@ -90,17 +90,17 @@ def describe_finding(
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
-    """Choose at most `most` findings; the first finding of every contender is chosen before a second of any.
+    """Choose at most `most` findings; the first finding of every implementation is chosen before a second of any.
 
     Returns:
       The chosen findings in the order of their numbers, the number of findings left out, and the number of failures
       that those left out explain.
     """
-    ranks: Counter[Contender] = Counter()
+    ranks: Counter[JudgedImplementation] = Counter()
     ranked = []
     for text in findings:
-        ranked.append((ranks[text.finding.contender], text.number, text))
-        ranks[text.finding.contender] += 1
+        ranked.append((ranks[text.finding.implementation], text.number, text))
+        ranks[text.finding.implementation] += 1
     ranked.sort(key=lambda one: one[:2])
     shown = sorted((text for _, _, text in ranked[:most]), key=lambda text: text.number)
     hidden = [text for _, _, text in ranked[most:]]

@@ -344,12 +344,12 @@ def test_more_records_of_the_same_results_are_no_more_work(monkeypatch: pytest.M
     assert count_work(13) == count_work(1) > 0
 
 
-def test_no_contender_pushes_the_findings_of_another_out() -> None:
+def test_no_implementation_pushes_the_findings_of_another_out() -> None:
     many = [make_record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
     found = root_causes.find_root_causes([*many, make_record(BASE, verdict=FAIL, implementation="other")])
     texts = [finding_text.describe_finding(number, finding) for number, finding in enumerate(found, 1)]
     shown, hidden, failures = finding_text.choose_foremost(texts, 3)
-    assert [text.finding.contender.implementation for text in shown] == ["kernel", "kernel", "other"]
+    assert [text.finding.implementation.name for text in shown] == ["kernel", "kernel", "other"]
     assert [text.number for text in shown] == [1, 2, 21]
     assert hidden == failures == 18
 
