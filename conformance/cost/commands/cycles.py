@@ -50,8 +50,8 @@ def run_cycles(arguments: argparse.Namespace) -> int:
     targets = [known[name] for name in arguments.target or known]
     if arguments.case:
         return _compare_implementations(arguments, targets, platform)
-    if arguments.knob:
-        raise CannotJudge("--knob needs --case")
+    if arguments.parameter:
+        raise CannotJudge("--parameter needs --case")
     return _compare_with_baselines(arguments, targets, platform)
 
 
@@ -89,8 +89,8 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
     """Print the static cycles of implementations side by side on the given cases; return the exit code."""
     if not arguments.impl or arguments.save:
         raise CannotJudge("--case compares implementations: name them by --impl, and leave out --save")
-    if platform == "gpu" and arguments.knob:
-        raise CannotJudge("--knob is for TPU kernels only")
+    if platform == "gpu" and arguments.parameter:
+        raise CannotJudge("--parameter is for TPU kernels only")
     implementations = [implementation_registry.find_implementation(name) for name in arguments.impl]
     cases = [project_lookup.parse_case(text) for text in arguments.case]
     shown = Console()
@@ -99,7 +99,7 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
             known = gpu_cycles.print_gpu_cycles(shown, implementations, cases, targets, steps.say)
         else:
             known = cycle_comparison.print_comparison(
-                shown, implementations, cases, targets, arguments.knob or ["forward"], steps.say
+                shown, implementations, cases, targets, arguments.parameter or ["forward"], steps.say
             )
     return 0 if known else 2
 
