@@ -108,7 +108,7 @@ class OptionalOperand(Operand):
         `cases.feature_model`. The cases of other operands then stay as they are.
       vmap: the name of the transform that gives the operand a batch axis of its own (`kv` if k and v get one too).
       grid_levels: the levels on its axis of `cases.feature_model`, other than its absence.
-      rich_level: the level in the rich case, which has every supported operand.
+      combined_level: the level in the combined case, which has every supported operand.
       is_rare: whether few implementations support the operand. For others, the covering array leaves its axis out.
       calls: fields that the check `calls` changes in a usual case, by the label of the change.
       decoding: fields of additional cases for the check `decoding`.
@@ -143,7 +143,7 @@ class OptionalOperand(Operand):
     has_own_cases: bool = False
     vmap: str = ""
     grid_levels: tuple[Any, ...] = ()
-    rich_level: Any = None
+    combined_level: Any = None
     is_rare: bool = False
     calls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     decoding: tuple[Mapping[str, Any], ...] = ()

@@ -244,7 +244,7 @@ def _format_conformity(
     if _find_entry(run.unsandboxed, implementation):
         text += ", judged without a sandbox"
     if count := sum(REFUSED_PRECISION in record.figures for record in records):
-        text += f", with {format_count(count, 'question')} unjudged, as this platform refuses the products' precision"
+        text += f", with {format_count(count, 'comparison')} unjudged, as this platform refuses the products' precision"
     if any(DEFAULT_PRECISION in record.figures for record in records):
         text += ", whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
     if extent.stopped:
@@ -308,8 +308,8 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
     undeclared = sum(REFUSED in record.figures for record in records)
     if not undeclared:
         return ""
-    questions = format_count(undeclared + counts.judged, "question")
-    text = f", refusing {undeclared:,} of {questions} without declaring them unsupported"
+    comparisons = format_count(undeclared + counts.judged, "comparison")
+    text = f", refusing {undeclared:,} of {comparisons} without declaring them unsupported"
     refused = _list_refused_checks(records)
     if refused:
         text += f", most of those of {refused[0]}"

@@ -98,9 +98,9 @@ def _assemble(levels: Mapping[str, Any], seed: int) -> Case:
 def _build_model(*own: Axis, strongest: int = 4) -> Model:
     usual = {axis.name: axis for axis in VALUE_AXES}
     shared = (VALUES, usual["dtype"], usual["soft_cap"], usual["sinks"], SCALE)
-    segments = Axis("segments", (None, "seg"), rich="seg")
-    mask = Axis("mask", tuple(_MASKS), rich="window")
-    bias = Axis("bias", (None, "bias", "biashead", *HIDING), rich="biashead")
+    segments = Axis("segments", (None, "seg"), combined="seg")
+    mask = Axis("mask", tuple(_MASKS), combined="window")
+    bias = Axis("bias", (None, "bias", "biashead", *HIDING), combined="biashead")
     return Model((*own, mask, segments, *shared, bias), is_compatible, _assemble, strongest)
 
 

@@ -110,7 +110,9 @@ _PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
 CASES = FormCases(
     models=(
-        build_model("packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, rich=5), FIRST, *HEAD_AXES, *VALUE_AXES),
+        build_model(
+            "packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, combined=5), FIRST, *HEAD_AXES, *VALUE_AXES
+        ),
         build_model(
             "packed", Axis("shape", _SIZES), Axis("window", ("inf", 31, None)), FIRST, *VALUE_AXES, strongest=2
         ),

@@ -68,13 +68,13 @@ _HEAD_AXES = tuple(
     dataclasses.replace(axis, levels=(*axis.levels, further))
     for axis, further in zip(HEAD_AXES, ((6, 1), (72, 40)), strict=True)
 )
-_SHARED = Axis("shared", (False, True), rich=True)
+_SHARED = Axis("shared", (False, True), combined=True)
 MODELS: tuple[Model, Model] = (
     build_model(
         "paged",
         Axis("shape", _SHAPES),
         Axis("page", _PAGE_SIZES),
-        Axis("window", _WINDOWS, rich=15),
+        Axis("window", _WINDOWS, combined=15),
         FIRST,
         *_HEAD_AXES,
         *VALUE_AXES,

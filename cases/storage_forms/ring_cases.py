@@ -79,7 +79,7 @@ def _build_ring_model(
 ) -> Model:
     """Build a covering-array model in which every ring holds all keys that its windows see."""
     # The number of slots varies along the axis `page`, which is the page size in other forms.
-    own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, rich=_FILL)
+    own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, combined=_FILL)
     usual = build_model("ring", *own, FIRST, *facts.pop("axes", ()), *VALUE_AXES, **facts)
 
     def compatible(levels: Mapping[str, Any]) -> bool:

@@ -53,7 +53,7 @@ class _Part:
 
 def check_independence(subject: Subject) -> Iterator[Judgement]:
     """Check that other batch rows, other heads and hidden keys change no bit of a result."""
-    if "independence" not in subject.rotation.laws:
+    if "independence" not in subject.selection.laws:
         return
     clean = _run_call(subject, subject.problem)
     names = tuple(clean.values)

@@ -235,11 +235,11 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
     """
     plain = Case()
     usual = (operand for operand in REMOVABLE if not operand.opt_in)
-    rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
+    combined = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
     found: list[Any] = []
-    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in rich.items()}
+    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in combined.items()}
     asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-        ({"mask": "causal", **rich}, {"mask": "causal", **other}),
+        ({"mask": "causal", **combined}, {"mask": "causal", **other}),
         ({"mask": "causal", "dtype": "bf16"},) * 2,
         ({"mask": "window-l31-r7"}, {"mask": "window-l45-r11"}),
         ({"phase": "decode", "q_length": 1},) * 2,

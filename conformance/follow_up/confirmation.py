@@ -249,7 +249,7 @@ def confirm_findings(
                 prober.confirm(build_suspicion(finding))
             if finding.is_vague:
                 prober.isolate(
-                    finding.smallest.implementation, finding.question[0], finding.smallest.case, FIELD_GROUPS
+                    finding.smallest.implementation, finding.located_by[0], finding.smallest.case, FIELD_GROUPS
                 )
         if prober.judged == before or prober.is_late:
             break
@@ -275,7 +275,7 @@ def build_suspicion(finding: Finding) -> Suspicion:
     with_examples = [x for combination in (levels, *others) for x in combination if others and x.example]
     return Suspicion(
         implementation=record.implementation,
-        check=finding.question[0],
+        check=finding.located_by[0],
         failing=record.case,
         levels=tuple(level.fields for level in levels),
         counters=tuple(dict(level.counter) for level in levels),

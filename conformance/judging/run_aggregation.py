@@ -110,7 +110,7 @@ def aggregate_runs(
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
-        check_meanings={check.name: check.question for check in CHECKS},
+        check_meanings={check.name: check.about for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
         runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )

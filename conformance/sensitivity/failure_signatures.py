@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.check_api.rotation import PULLBACKS, Rotation
+from conformance.check_api.subcheck_selection import PULLBACKS, SubcheckSelection
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from impls.contract.implementation import Implementation
@@ -29,8 +29,8 @@ FILE = Path(__file__).with_name("failure_signatures.json")
 
 # Differentiate only the call without residuals, which every kernel supports. Cases with the check `gradients_lse` also
 # differentiate the call that returns residuals.
-_PLAIN_ROTATION = Rotation(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
-_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pullbacks=PULLBACKS)
+_PLAIN_SUBCHECKS = SubcheckSelection(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
+_BOTH_SUBCHECKS = dataclasses.replace(_PLAIN_SUBCHECKS, pullbacks=PULLBACKS)
 # Logarithms are rounded to multiples of this step, about 1% of a ratio: a kernel that only sums in another order may
 # have a ratio that differs by as much.
 _SIZE_STEP = 0.005
@@ -80,9 +80,12 @@ def iter_signature_jobs(implementation: Implementation) -> Iterator[Job]:
     """Yield the jobs (a case with its checks) that measure the signature of a kernel; unsupported cases are skipped."""
     for signature_case in SIGNATURE_CASES:
         if implementation.supports(signature_case.case) is None:
-            turn = _BOTH_ROTATION if "gradients_lse" in signature_case.checks else _PLAIN_ROTATION
+            selection = _BOTH_SUBCHECKS if "gradients_lse" in signature_case.checks else _PLAIN_SUBCHECKS
             yield Job(
-                implementation, signature_case.case, tuple(CHECKS_BY_NAME[name] for name in signature_case.checks), turn
+                implementation,
+                signature_case.case,
+                tuple(CHECKS_BY_NAME[name] for name in signature_case.checks),
+                selection,
             )
 
 

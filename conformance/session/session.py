@@ -30,8 +30,8 @@ import msgspec
 
 from cases.name_suggestions import suggest_name, suggest_query
 from conformance import interrupts
-from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import ImplementationGrids
+from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, SubcheckSelection
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.execution import implementation_registry
 from conformance.follow_up import bug_diagnosis, follow_up
@@ -343,8 +343,8 @@ class Session:
             return run_plan.plan_problem(implementations, cases, checks)
         if options.case is not None:
             case = parse_case(options.case)
-            rotation = Rotation(pullbacks=(options.pullback,)) if options.pullback else FULL_ROTATION
-            plans = [run_plan.plan_case(implementation, case, checks, rotation) for implementation in implementations]
+            selection = SubcheckSelection(pullbacks=(options.pullback,)) if options.pullback else ALL_SUBCHECKS
+            plans = [run_plan.plan_case(implementation, case, checks, selection) for implementation in implementations]
             return Plan(tuple(job for one in plans for job in one.jobs), ())
         if options.regressions:
             return run_plan.plan_regressions(implementations, checks)

@@ -50,7 +50,7 @@ _BITS = "bits"
 _WRONG_FORM = re.compile(r"(dtype|shape) is ")
 _RAISING_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
-Question = tuple[str, str]
+Located = tuple[str, str]
 """A check, and a result that it judges."""
 
 
@@ -73,7 +73,7 @@ class Finding:
         failing cases have in common.
       others: other combinations of levels that occur in the same cases, so that no case distinguishes them from
         `levels`.
-      question: the check and the result by which the cause was located.
+      located_by: the check and the result by which the cause was located.
       records: all red records that the cause explains; those of the finding's own kind come first.
       inside: how many of the judged cases with these levels fail.
       outside: how many of the judged cases without these levels fail.
@@ -91,7 +91,7 @@ class Finding:
     kind: str
     levels: tuple[Level, ...] | None
     others: tuple[tuple[Level, ...], ...] = ()
-    question: Question
+    located_by: Located
     records: tuple[Record, ...]
     inside: Share
     outside: Share

@@ -127,14 +127,14 @@ def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | Non
     """
     runner = create_single_look_runner()
     jobs = order_jobs_for_bug(bug, level)
-    questions = {question for kill in (seen or {}).values() for question in _iter_question_names(kill.observable)}
+    subchecks = {subcheck for kill in (seen or {}).values() for subcheck in _iter_subcheck_names(kill.observable)}
     for job in _select_seen_jobs(jobs, seen or {}):
-        yield from _iter_red(runner.stream(job), questions)
+        yield from _iter_red(runner.stream(job), subchecks)
     for job in jobs:
         yield from _iter_red(runner.stream(job), None)
 
 
-def _iter_question_names(observable: str) -> Iterator[str]:
+def _iter_subcheck_names(observable: str) -> Iterator[str]:
     """Yield the names that the subcheck behind an observable may have: `dq.deep` and `deep` for `dq.deep`.
 
     A subcheck is a named part of a check. Its name is the observable's name, or that name without its first parts.
@@ -143,14 +143,14 @@ def _iter_question_names(observable: str) -> Iterator[str]:
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
-def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
-    """Yield the red records, while only the subchecks named `questions` run; None runs all subchecks.
+def _iter_red(records: Iterator[Record], subchecks: Collection[str] | None) -> Iterator[Record]:
+    """Yield the red records, while only the subchecks named in `subchecks` run; None runs all subchecks.
 
     The selection of subchecks is in force only while a record is computed. Between two records the caller may judge
     another kernel, which must not be restricted.
     """
     while True:
-        with select_subchecks(questions):
+        with select_subchecks(subchecks):
             record = next(records, None)
         if record is None:
             return

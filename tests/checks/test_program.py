@@ -120,5 +120,5 @@ def test_what_runs_beside_a_refused_precision_is_judged_and_the_verdict_counts_t
 
     (implementation,) = summarize_implementations(group_by_implementation(found := judge(1.0)), make_run_info())
     assert [record.verdict for record in found] == [UNJUDGED, PASS]
-    assert "1 question unjudged" in implementation.text
+    assert "1 comparison unjudged" in implementation.text
     assert compute_conformity(judge(1.2)) == DOES_NOT_CONFORM

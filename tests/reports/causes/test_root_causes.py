@@ -167,9 +167,9 @@ def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise
     found += [make_record(BASE.replace("s0", "s1"), "calls", "dq.odd", FAIL)]
     sinks, precision, gradients = sorted(
         root_causes.find_root_causes([*make_records(wrong), *found]),
-        key=lambda one: (one.kind, one.question[0] == "ensemble"),
+        key=lambda one: (one.kind, one.located_by[0] == "ensemble"),
     )
-    assert (name_levels(sinks), sinks.question[0]) == (["sinks"], "forward")
+    assert (name_levels(sinks), sinks.located_by[0]) == (["sinks"], "forward")
     assert finding_text.format_title(precision).startswith("out is less precise than a correct kernel's in ")
     assert {one.check for one in precision.records} == {"ensemble"}
     assert (gradients.kind, name_levels(gradients)) == (GRADIENTS, ["bias"])
