@@ -25,7 +25,7 @@ from cases import covering_array, feature_model
 from cases.case import Case
 from cases.covering_array import Coverage, Partial, Row
 from cases.covering_model import Model
-from cases.operand_registry import QUIET, REMOVABLE
+from cases.operand_registry import ABSENCE_IGNORED, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
@@ -106,7 +106,7 @@ def build_grid(
         declined=_deduplicate(support.list_declined()),
         coverage=coverage,
         varied=varied,
-        weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
+        weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in ABSENCE_IGNORED),
         parted=_count_unsupported_pairs(matrix, model),
     )
 

@@ -100,8 +100,8 @@ class OptionalOperand(Operand):
       opt_in: whether an implementation supports the operand only if it declares it. Other implementations are called
         without this parameter.
       stored: whether a call that takes packed or paged operands may have it (docs/contract.md, section 8).
-      is_quiet: whether comparisons of cases ignore that a case lacks the operand. Cases without it are then planned,
-        ordered and explored as if the operand did not exist.
+      is_absence_ignored: whether comparisons of cases ignore that a case lacks the operand. Cases without it are then
+        planned, ordered and explored as if the operand did not exist.
       is_positional: whether the operand depends on the positions of queries and keys although its arrays have no such
         axes. Results then change if only some of the queries or keys are kept.
       has_own_cases: whether the operand has a covering array of its own (`cases.operand_model`) instead of an axis in
@@ -138,7 +138,7 @@ class OptionalOperand(Operand):
     traits: Mapping[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     opt_in: bool = False
     stored: bool = False
-    is_quiet: bool = False
+    is_absence_ignored: bool = False
     is_positional: bool = False
     has_own_cases: bool = False
     vmap: str = ""

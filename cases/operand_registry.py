@@ -49,7 +49,7 @@ OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
 """What a call returns, with its residuals and its gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.description)
 """Operands that may be left out of a problem. The scales of quantised keys and values may not."""
-QUIET = frozenset(operand.field for operand in OPTIONAL if operand.is_quiet)
+ABSENCE_IGNORED = frozenset(operand.field for operand in OPTIONAL if operand.is_absence_ignored)
 """The case fields of operands that comparisons of cases ignore if a case lacks them."""
 POSITIONAL = tuple(operand.name for operand in OPTIONAL if operand.is_positional)
 """Names of operands that depend on the positions of queries and keys."""

@@ -82,9 +82,11 @@ def _build_chart(title: str, noun: str, groups: Mapping[str, Sequence[Record]]) 
     rows = [_build_row(name, records) for name, records in groups.items()]
     shown = [row for row in rows if row.by_dtype or row.red]
     # Rows without a figure and without a red record passed, or were not judged; only those that passed are named.
-    quiet = tuple(row.name for row in rows if not (row.by_dtype or row.red) and count_verdicts(groups[row.name]).judged)
+    without_figure = tuple(
+        row.name for row in rows if not (row.by_dtype or row.red) and count_verdicts(groups[row.name]).judged
+    )
     dtypes = tuple(sorted({dtype for row in shown for dtype in row.by_dtype}, key=rank_dtype))
-    return DistanceChart(title, noun, dtypes, tuple(shown[:MAX_ROWS]), max(0, len(shown) - MAX_ROWS), quiet)
+    return DistanceChart(title, noun, dtypes, tuple(shown[:MAX_ROWS]), max(0, len(shown) - MAX_ROWS), without_figure)
 
 
 def _build_row(name: str, records: Sequence[Record]) -> DistanceRow:

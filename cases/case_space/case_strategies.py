@@ -18,7 +18,7 @@ from cases.case_space.alternatives import NothingToDraw, Space, Supports, build_
 from cases.case_space.code_numbers import NO_CODE_NUMBERS, CodeNumbers
 from cases.mask_spec import KINDS
 from cases.masks import Mask
-from cases.operand_registry import QUIET
+from cases.operand_registry import ABSENCE_IGNORED
 from cases.optional_operands.bias_operand import HIDING
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
@@ -104,7 +104,7 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
     for field, levels in within.operands.items():
         if field == "kv_cache" and phase == "train":  # a quantised cache has no gradients
             continue
-        if field in QUIET and len(levels) == 1:  # so that other kernels' cases do not depend on it
+        if field in ABSENCE_IGNORED and len(levels) == 1:  # so that other kernels' cases do not depend on it
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level

@@ -48,7 +48,7 @@ def find_marks(case: Case) -> frozenset[str]:
     for operand in OPTIONAL:
         value = getattr(case, operand.field)
         if value == operand.absent:
-            if not operand.is_quiet:
+            if not operand.is_absence_ignored:
                 found.add(f"no {operand.name}")
         elif operand.number is not None:
             found.add(f"{operand.name} 1e{math.floor(math.log10(value))}")

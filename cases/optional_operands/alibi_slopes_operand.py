@@ -59,7 +59,7 @@ OPERAND = OptionalOperand(
     combined_level=True,
     is_rare=True,
     opt_in=True,
-    is_quiet=True,
+    is_absence_ignored=True,
     is_positional=True,
     vmap="alibi_slopes",
     # Under a causal mask, ALiBi's term is a number for each key plus one for each query. The latter cancels in the

@@ -178,7 +178,7 @@ CASES = FormCases(
     plain=Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
     draw_cases=_draw_cases,
     other_masks=("window-l9-r0", "window-l2-r0", "causal", "full"),
-    signature_cases=(
+    error_profile_cases=(
         # Training, training with optional operands and in bf16, a chunk of a prompt, and decode.
         (f"train/f32/{_SIZES}/full/scale0.144/latent/normal", SAVED_WITH_GRADIENT),
         (f"train/f32/{_SIZES}/causal/seg/scale0.144/latent/normal", ()),

@@ -168,7 +168,7 @@ CASES = FormCases(
     iter_trace_layouts=paged_cases.iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K1.H80.V64/own-linf-48-33-15/scale0.144/latent16/normal", SAVED),
         (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/scale0.3/latent16-q13-1-1-9/normal", ()),

@@ -242,7 +242,7 @@ CASES = FormCases(
     iter_trace_layouts=iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         # Lengths around the number of slots, windows as wide as the ring and narrower, chunks, and short sequences.
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l15-45-16-17-9/ring16/normal", BEHIND_MASK),
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l7-45-32-33-9/sinks/ring16/normal", SAVED),

@@ -23,7 +23,7 @@ from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
 from reports.records import RunInfo
-from tests.bank import resolution, signatures_command
+from tests.bank import error_profiles_command, resolution
 from tests.bank.detection_results import build_table, merge_tables, parse_examinations, save_table
 from tests.bank.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from tests.bank.parallel_examination import BugKilledProcess, examine_parallel, open_bank_pool
@@ -40,8 +40,8 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     bank = arguments.bank
     last = detection_table.load_table()
     bugs = _load_bugs(bank)
-    if arguments.signatures:
-        return signatures_command.measure_signatures(bank, bugs, arguments)
+    if arguments.profiles:
+        return error_profiles_command.measure_profiles(bank, bugs, arguments)
     asked = _select_bugs(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]

@@ -20,7 +20,7 @@ from cases.case_space.novelty import find_marks
 from cases.covering_model import Model
 from cases.feature_model import NAMES
 from cases.grid import Grid, build_grid
-from cases.operand_registry import OPTIONAL, QUIET
+from cases.operand_registry import ABSENCE_IGNORED, OPTIONAL
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subcheck_selection import (
     ALL_SUBCHECKS,
@@ -277,22 +277,24 @@ def test_a_case_takes_only_what_there_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["everything", "no gradient of logsumexp"])
-def test_who_lacks_a_quiet_operand_has_the_cases_and_turns_that_there_were_before_it(name: str) -> None:
+def test_who_lacks_an_operand_of_ignored_absence_has_the_cases_and_subchecks_from_before_it(name: str) -> None:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-        absent = {operand.field: operand.absent for operand in OPTIONAL if operand.is_quiet}
+        absent = {operand.field: operand.absent for operand in OPTIONAL if operand.is_absence_ignored}
         return feature_model.assemble({**levels, **absent}, seed)
 
     earlier = Model(
-        tuple(axis for axis in feature_model.AXES if axis.name not in QUIET), feature_model.are_compatible, assemble
+        tuple(axis for axis in feature_model.AXES if axis.name not in ABSENCE_IGNORED),
+        feature_model.are_compatible,
+        assemble,
     )
     before, (now, _) = build_grid("quick", 0, SUPPORTS[name].supports, earlier), turned(name)
     assert before.cases == now.cases
     assert before.singles == now.singles
     assert set(before.declined) < set(now.declined)
     assert assign_subchecks(SUPPORTS[name], before, 0) == assign_subchecks(SUPPORTS[name], now, 0)
-    quiet = {f"no {operand.name}" for operand in OPTIONAL if operand.is_quiet}
-    assert quiet
-    assert not any(quiet & find_marks(case) for case in now.cases)
+    ignored = {f"no {operand.name}" for operand in OPTIONAL if operand.is_absence_ignored}
+    assert ignored
+    assert not any(ignored & find_marks(case) for case in now.cases)
 
 
 def test_another_seed_takes_the_other_turns() -> None:
