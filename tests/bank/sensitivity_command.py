@@ -118,7 +118,7 @@ def _select_bugs(
         return list(arguments.bug) or list(bugs)
     if arguments.bug:
         raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
-    known = {examined.bug: examined.kills for examined in parse_examinations(last, bugs)}
+    known = {examined.bug: examined.detections for examined in parse_examinations(last, bugs)}
     if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
     raise CannotJudge("every bug of the bank has a saved measurement that is still valid: nothing is new")
@@ -168,8 +168,8 @@ def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Seq
     letters = {power.check: chr(ord("a") + n) for n, power in enumerate(ranked)}
     console.print("  ".join(f"{letter} {check}" for check, letter in letters.items()), highlight=False)
     for e in sorted(examined, key=lambda e: (e.family, e.bug)):
-        row = "".join(letter if check in e.kills else "·" for check, letter in letters.items())
-        alone = len(e.kills) == 1
+        row = "".join(letter if check in e.detections else "·" for check, letter in letters.items())
+        alone = len(e.detections) == 1
         console.print(f"{row.upper() if alone else row}  {e.family}: {e.bug}", highlight=False)
 
 
@@ -179,8 +179,8 @@ def _print_powers(console: Console, ranked: Sequence[CheckPower]) -> None:
     for name in ("seen", "alone", "seconds", "seen/s"):
         table.add_column(name, justify="right")
     for power in ranked:
-        rate = f"{power.kills / power.seconds:.2f}" if power.seconds else ""
-        table.add_row(power.check, str(power.kills), str(len(power.alone)), f"{power.seconds:.0f}", rate)
+        rate = f"{power.detected / power.seconds:.2f}" if power.seconds else ""
+        table.add_row(power.check, str(power.detected), str(len(power.alone)), f"{power.seconds:.0f}", rate)
     console.print(table)
 
 
