@@ -84,10 +84,10 @@ class OptionalOperand(Operand):
 
     Attributes:
       field: the field of `cases.case_fields.CaseFields` that asks for the operand.
-      form: the operand's part of a case id, as messages show it. If the part has a number, the last letter stands for
+      form: the operand's component of a case id, as messages show it. If it has a number, the last letter stands for
         the number.
       levels: the values of the field other than its default; for a number, one usual value. True stands for `form`.
-      number: regular expression of the part of a case id that holds a number; None if the part is the level itself.
+      number: regular expression of a component that holds a number; None if the component is the level itself.
 
     In words:
 
@@ -171,24 +171,24 @@ class OptionalOperand(Operand):
         return False if self.is_flag else None
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of a case id that ask for the operand, as messages list them."""
+    def id_components(self) -> tuple[str, ...]:
+        """The components of a case id that ask for the operand, as messages list them."""
         if self.number is not None:
             return (self.form,)
         return tuple(self.form if level is True else level for level in self.levels)
 
     def write(self, value: Any) -> str:
-        """Return the part of a case id that asks for `value`."""
+        """Return the component of a case id that asks for `value`."""
         if self.number is None:
             return self.form if value is True else str(value)
         # The shortest digits that parse back to the same number, without an exponent: ids have no `+`.
         return self.form[:-1] + np.format_float_positional(float(value), trim="-")
 
-    def read(self, part: str) -> Any:
-        """Return the value that a part of a case id asks for, or None if the part is about something else."""
+    def read(self, component: str) -> Any:
+        """Return the value that a component of a case id asks for, or None if it is about something else."""
         if self.number is not None:
-            found = self.number.fullmatch(part)
+            found = self.number.fullmatch(component)
             return float(found[1]) if found else None
-        if part not in self.parts:
+        if component not in self.id_components:
             return None
-        return True if self.is_flag and part == self.form else part
+        return True if self.is_flag and component == self.form else component

@@ -36,7 +36,7 @@ OPTIONAL: tuple[OptionalOperand, ...] = (
     score_mod_operand.OPERAND,
     logit_scale_operand.OPERAND,
 )
-"""The optional operands, in the order of the parts of a case id, which is also the order in which they are drawn."""
+"""The optional operands, in the order in which a case id has their components, and in which they are drawn."""
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
 
 GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand.gradient}

@@ -274,8 +274,8 @@ def draw_mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, 
         return spec
     for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.code_numbers else (0, 0, 0, 1, 1, 2)))):
         # Masks that count queries along the sequence do not combine with those in load-balanced order.
-        apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
-        partners = [partner for partner in partners if partner not in apart]
+        excluded = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
+        partners = [partner for partner in partners if partner not in excluded]
         if not partners:
             break
         kind = draw(st.sampled_from(partners))
