@@ -14,13 +14,7 @@ from cases.case import Case
 from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, judge_comparison
-from conformance.check_api.subcheck_selection import (
-    ALL_SUBCHECKS,
-    Pullback,
-    SubcheckSelection,
-    list_partial_cotangents,
-    list_pullbacks,
-)
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Pullback, Subchecks, list_partial_cotangents, list_pullbacks
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
 from conformance.truth import kept_expectations
@@ -59,14 +53,14 @@ class Subject:
       executor: the object that runs the implementation, in this process or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
-      selection: the costly subchecks that run on this case (`check_api.subcheck_selection`).
+      selection: the costly subchecks that run on this case (`check_api.subchecks`).
       needs_gradients: whether checks of this run will call `gradients`. Then one program computes them with `forward`.
     """
 
     executor: Executor
     case: Case
     tolerances: Tolerances
-    selection: SubcheckSelection = ALL_SUBCHECKS
+    selection: Subchecks = ALL_SUBCHECKS
     needs_gradients: bool = False
 
     @property
@@ -181,9 +175,7 @@ class Subject:
     @property
     def _pullbacks(self) -> tuple[Pullback, ...]:
         """The differentiable calls that `selection` names."""
-        return tuple(
-            call for call in list_pullbacks(self.implementation, self.case) if call in self.selection.pullbacks
-        )
+        return tuple(one for one in list_pullbacks(self.implementation, self.case) if one in self.selection.pullbacks)
 
     @property
     def full_cotangent(self) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 
 from cases.case import Case
 from conformance.check_api.scopes import GRID
-from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, SubcheckSelection
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import Check
 from impls.contract.implementation import Implementation
 
@@ -21,7 +21,7 @@ class Job:
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    selection: SubcheckSelection = ALL_SUBCHECKS
+    selection: Subchecks = ALL_SUBCHECKS
 
     @property
     def is_on_grid(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from cases.case_id import parse_case_id
-from conformance.check_api.subcheck_selection import SubcheckSelection
+from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import source_digests
 from conformance.execution.implementation_registry import ImplementationNotFound, is_builtin
@@ -52,7 +52,7 @@ class _JobSpec:
     kernels: KernelOptions
     case: str
     checks: tuple[str, ...]
-    selection: SubcheckSelection
+    selection: Subchecks
     exploring: bool = False
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence, Set
 from cases.case import Case
 from cases.case_space.novelty import Pair, find_marks, pair_marks
 from conformance.check_api.scopes import FIRST
-from conformance.check_api.subcheck_selection import SubcheckSelection
+from conformance.check_api.subchecks import Subchecks
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
@@ -96,7 +96,7 @@ def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:
     return [[on_grid[place] for place in places[number]] for number in _order_greedily(judged)]
 
 
-JudgedCase = tuple[Case, SubcheckSelection]
+JudgedCase = tuple[Case, Subchecks]
 """A case, and the costly subchecks that run on it."""
 
 
@@ -144,14 +144,12 @@ def compute_value(program: Sequence[JudgedCase], met: Set[str], met_pairs: Set[P
 
 def collect_marks(judged: JudgedCase) -> frozenset[str]:
     """Return the marks of a case, and one more mark for each costly subcheck that runs on it."""
-    case, selection = judged
-    pulled_back = itertools.chain(selection.pullbacks, selection.cotangents) if case.phase == "train" else ()
-    return find_marks(case) | {
-        f"asks {what}" for what in itertools.chain(pulled_back, selection.laws, selection.poisons)
-    }
+    case, chosen = judged
+    pulled_back = itertools.chain(chosen.pullbacks, chosen.cotangents) if case.phase == "train" else ()
+    return find_marks(case) | {f"asks {what}" for what in itertools.chain(pulled_back, chosen.laws, chosen.poisons)}
 
 
-def _estimate_cost(case: Case, selection: SubcheckSelection) -> float:
+def _estimate_cost(case: Case, selection: Subchecks) -> float:
     """Estimate the cost of a case, in units of one forward program of `dot_product`."""
     multiplications = case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)
     calls = len(selection.pullbacks) if case.phase == "train" else 0

@@ -11,7 +11,7 @@ from cases.case import Case
 from cases.case_id import matches_query
 from cases.regressions import REGRESSIONS
 from conformance.check_api.scopes import FRONT, GRID, SCOPES, ImplementationGrids
-from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, SubcheckSelection
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS, Check
 from conformance.judging import prioritization
 from conformance.judging.job import Job
@@ -148,7 +148,7 @@ def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first:
             continue
         # At `quick`, each case of the grids gets some of the costly subchecks, unless the user named checks.
         takes_turns = grids.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
-        selections: dict[Case, SubcheckSelection] = {}
+        selections: dict[Case, Subchecks] = {}
         if takes_turns:
             selections = assign_size_subchecks(implementation, grids.sizes, seed)
             for grid in (*grids.operand_grids, grids.grid):
@@ -198,7 +198,7 @@ def plan_case(
     implementation: Implementation,
     case: Case,
     checks: Iterable[Check] = CHECKS,
-    selection: SubcheckSelection = ALL_SUBCHECKS,
+    selection: Subchecks = ALL_SUBCHECKS,
 ) -> Plan:
     """Plan one case: the checks of the grid, or the checks of refusals if the case is not supported.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from conformance import interrupts
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, format_distinct
-from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, list_pullbacks
+from conformance.check_api.subchecks import ALL_SUBCHECKS, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.execution import implementation_registry
@@ -42,7 +42,7 @@ ABANDONED_CASE = "no further check of this case was run"
 _CLEAR_EVERY = 60
 # Checks that can judge an accelerator's kernel on a machine without the accelerator, by compiling or interpreting it.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
-# Checks that differentiate one of the two calls (with or without residuals), the one that `SubcheckSelection` names.
+# Checks that differentiate one of the two calls (with or without residuals), the one that `Subchecks` names.
 _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 
 

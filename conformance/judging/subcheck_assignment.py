@@ -25,13 +25,13 @@ from cases.balanced_assignment import assign
 from cases.case import Case
 from cases.covering_array import Row
 from cases.grid import Grid
-from conformance.check_api.subcheck_selection import (
+from conformance.check_api.subchecks import (
     ALL_SUBCHECKS,
     LAWS,
     PARTIAL_COTANGENTS,
     POISONS,
     PULLBACKS,
-    SubcheckSelection,
+    Subchecks,
     list_partial_cotangents,
     list_pullbacks,
 )
@@ -43,7 +43,7 @@ _QUARTERS = range(4)
 Alternative = TypeVar("Alternative")
 
 
-def assign_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, SubcheckSelection]:
+def assign_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Subchecks]:
     """Return the costly subchecks of each case of the grid.
 
     The plainest case gets all subchecks. Another seed gives other selections.
@@ -62,7 +62,7 @@ def assign_subchecks(implementation: Implementation, grid: Grid, seed: int) -> d
     poisons = assigner.assign(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
     visible = assigner.assign(_QUARTERS, lambda case: _QUARTERS)
     selections = {
-        case: SubcheckSelection(
+        case: Subchecks(
             pullbacks=pullbacks[case],
             cotangents=cotangents[case],
             laws=laws[case],
@@ -75,7 +75,7 @@ def assign_subchecks(implementation: Implementation, grid: Grid, seed: int) -> d
     return {case: selections.get(case, ALL_SUBCHECKS) for case in grid.cases}
 
 
-def assign_size_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, SubcheckSelection]:
+def assign_size_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Subchecks]:
     """Return the costly subchecks of each case of the grid of sizes.
 
     One call is differentiated, with a random cotangent, and huge numbers are the only poison. Laws, other poisons and

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.error_profile_cases import ERROR_PROFILE_CASES
-from conformance.check_api.subcheck_selection import PULLBACKS, SubcheckSelection
+from conformance.check_api.subchecks import PULLBACKS, Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from impls.contract.implementation import Implementation
@@ -29,7 +29,7 @@ FILE = Path(__file__).with_name("error_profiles.json")
 
 # Differentiate only the call without residuals, which every kernel supports. Cases with the check `gradients_lse` also
 # differentiate the call that returns residuals.
-_PLAIN_SUBCHECKS = SubcheckSelection(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
+_PLAIN_SUBCHECKS = Subchecks(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
 _BOTH_SUBCHECKS = dataclasses.replace(_PLAIN_SUBCHECKS, pullbacks=PULLBACKS)
 # Logarithms are rounded to multiples of this step, about 1% of a ratio: a kernel that only sums in another order may
 # have a ratio that differs by as much.

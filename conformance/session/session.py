@@ -31,7 +31,7 @@ import msgspec
 from cases.name_suggestions import suggest_name, suggest_query
 from conformance import interrupts
 from conformance.check_api.scopes import ImplementationGrids
-from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, SubcheckSelection
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.execution import implementation_registry
 from conformance.follow_up import bug_diagnosis, follow_up
@@ -343,7 +343,7 @@ class Session:
             return run_plan.plan_problem(implementations, cases, checks)
         if options.case is not None:
             case = parse_case(options.case)
-            selection = SubcheckSelection(pullbacks=(options.pullback,)) if options.pullback else ALL_SUBCHECKS
+            selection = Subchecks(pullbacks=(options.pullback,)) if options.pullback else ALL_SUBCHECKS
             plans = [run_plan.plan_case(implementation, case, checks, selection) for implementation in implementations]
             return Plan(tuple(job for one in plans for job in one.jobs), ())
         if options.regressions:

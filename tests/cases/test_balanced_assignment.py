@@ -22,13 +22,13 @@ from cases.feature_model import NAMES
 from cases.grid import Grid, build_grid
 from cases.operand_registry import ABSENCE_IGNORED, OPTIONAL
 from conformance.check_api.scopes import ImplementationGrids
-from conformance.check_api.subcheck_selection import (
+from conformance.check_api.subchecks import (
     ALL_SUBCHECKS,
     LAWS,
     PARTIAL_COTANGENTS,
     POISONS,
     PULLBACKS,
-    SubcheckSelection,
+    Subchecks,
     list_partial_cotangents,
     list_pullbacks,
 )
@@ -178,7 +178,7 @@ each_support = pytest.mark.parametrize("name", SUPPORTS)
 
 
 @functools.cache
-def turned(name: str, seed: int = 0) -> tuple[Grid, dict[Case, SubcheckSelection]]:
+def turned(name: str, seed: int = 0) -> tuple[Grid, dict[Case, Subchecks]]:
     """The grid of `SUPPORTS[name]`, and the selections of its cases but for the plainest."""
     found = build_grid("quick", seed, SUPPORTS[name].supports)
     selections = assign_subchecks(SUPPORTS[name], found, seed)
@@ -191,7 +191,7 @@ class Subcheck:
     """A costly subcheck: its alternatives for an implementation, and which falls to a case."""
 
     alternatives: Callable[[Implementation], tuple[Hashable, ...]]
-    of: Callable[[SubcheckSelection], tuple[Hashable, ...]]
+    of: Callable[[Subchecks], tuple[Hashable, ...]]
 
 
 def _pullbacks(implementation: Implementation) -> tuple[Hashable, ...]:
@@ -307,7 +307,7 @@ def test_another_seed_takes_the_other_turns() -> None:
     assert sum(before != after for before, after in laws) > len(laws) / 4
 
 
-def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, SubcheckSelection]:
+def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Subchecks]:
     planned = run_plan.plan_run([SUPPORTS[name]], level=level, **narrowed).jobs
     return {job.case: job.selection for job in planned if job.is_on_grid}
 
@@ -317,7 +317,7 @@ def test_the_plan_has_these_turns_and_asks_the_plainest_case_everything() -> Non
     jobs = jobs_of("dot_product")
     # Operands with cases of their own have grids of their own, whose selections are assigned in the same way.
     implementation = SUPPORTS["dot_product"]
-    own: dict[Case, SubcheckSelection] = {}
+    own: dict[Case, Subchecks] = {}
     for grid in ImplementationGrids(implementation, "quick", 0).operand_grids:
         own |= assign_subchecks(implementation, grid, 0)
     assert own

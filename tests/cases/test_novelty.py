@@ -10,17 +10,13 @@ from cases.case_space.novelty import Novelty, find_marks, find_number_marks, pai
 
 
 def test_code_numbers_give_lengths_at_below_and_above_them_and_their_multiples() -> None:
-    code_numbers = CodeNumbers(integers=(100, 16))
-    assert {99, 100, 101, 199, 200, 201, 299, 300, 301, 15, 16, 17} <= set(code_numbers.lengths)
-    assert code_numbers.exact == (16, 32, 48, 100, 112, 200, 300)
-    assert {1601, 1700, 1616} <= set(code_numbers.far)
-    assert code_numbers.list_counts(20) == (15, 16, 17)
-    assert list(code_numbers.lengths) == sorted(code_numbers.lengths)
-    assert (code_numbers.describe_size(200), code_numbers.describe_size(17), code_numbers.describe_size(18)) == (
-        "2*100",
-        "16+1",
-        "",
-    )
+    numbers = CodeNumbers(integers=(100, 16))
+    assert {99, 100, 101, 199, 200, 201, 299, 300, 301, 15, 16, 17} <= set(numbers.lengths)
+    assert numbers.exact == (16, 32, 48, 100, 112, 200, 300)
+    assert {1601, 1700, 1616} <= set(numbers.far)
+    assert numbers.list_counts(20) == (15, 16, 17)
+    assert list(numbers.lengths) == sorted(numbers.lengths)
+    assert (numbers.describe_size(200), numbers.describe_size(17), numbers.describe_size(18)) == ("2*100", "16+1", "")
 
 
 def test_levels_are_below_at_and_above_a_number() -> None:
@@ -29,8 +25,8 @@ def test_levels_are_below_at_and_above_a_number() -> None:
 
 
 def test_code_numbers_are_told_with_where_they_stand() -> None:
-    code_numbers = CodeNumbers(integers=(128, 64), floats=(80.0,), in_source=frozenset({128.0, 80.0}))
-    assert code_numbers.format_numbers() == "128, 80 (source); 64 (program)"
+    numbers = CodeNumbers(integers=(128, 64), floats=(80.0,), in_source=frozenset({128.0, 80.0}))
+    assert numbers.format_numbers() == "128, 80 (source); 64 (program)"
     assert NO_CODE_NUMBERS.format_numbers() == "none"
     assert not NO_CODE_NUMBERS
 

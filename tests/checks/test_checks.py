@@ -16,7 +16,7 @@ from cases.case_id import parse_case_id
 from cases.decoding_cases import select_decoding_cases
 from conformance import declare
 from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
-from conformance.check_api.subcheck_selection import SubcheckSelection
+from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
@@ -336,10 +336,10 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
     runner = Runner(Settings())
 
     # Subchecks that need no compilation may differ between cases.
-    once = SubcheckSelection(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
+    once = Subchecks(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
     again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
 
-    def judge_with(distribution: str, selection: SubcheckSelection) -> list[Record]:
+    def judge_with(distribution: str, selection: Subchecks) -> list[Record]:
         case = parse_case_id(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
         return runner.judge(Job(kernel, case, checks, selection))
 

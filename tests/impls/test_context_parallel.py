@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from cases.case_id import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
-from conformance.check_api.subcheck_selection import ALL_SUBCHECKS, SubcheckSelection
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -145,12 +145,10 @@ JUDGED = {impl.name: impl for impl in context_parallel.IMPLEMENTATIONS}
 
 
 # One of the two calls differentiated, that with everything in it: the rest costs no compilation.
-ONE_CALL = SubcheckSelection(pullbacks=("residuals",))
+ONE_CALL = Subchecks(pullbacks=("residuals",))
 
 
-def red(
-    impl: Implementation, case_id: str, *checks: str, selection: SubcheckSelection = ALL_SUBCHECKS
-) -> list[records.Record]:
+def red(impl: Implementation, case_id: str, *checks: str, selection: Subchecks = ALL_SUBCHECKS) -> list[records.Record]:
     chosen = tuple(CHECKS_BY_NAME[name] for name in checks)
     found = Runner(Settings()).judge(Job(impl, parse_case_id(case_id), chosen, selection))
     assert any(record.verdict == records.PASS for record in found)

@@ -49,7 +49,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"{implementation.name} reads no table: name the file to write with --out")
     outputs = check_outputs(arguments)
     tolerances = project_lookup.load_project_settings().tolerances
-    parameters = _choose_parameters(implementation, declared, arguments.parameter)
+    parameters = _find_parameters(implementation, declared, arguments.parameter)
     cases = _choose_cases(implementation, declared, parameters, arguments.case, static=arguments.static)
     if arguments.static:
         return static_tune.choose_settings(
@@ -106,9 +106,7 @@ def _get_tunable(implementation: Implementation) -> Tunable:
     return implementation.tunable
 
 
-def _choose_parameters(
-    implementation: Implementation, declared: Tunable, asked: Sequence[str]
-) -> list[TuningParameter]:
+def _find_parameters(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[TuningParameter]:
     """Return the parameters named in `asked`, or all parameters if it is empty.
 
     Raises:

@@ -28,7 +28,7 @@ POISONS: tuple[Poison, ...] = get_args(Poison)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SubcheckSelection:
+class Subchecks:
     """The costly subchecks that run on one case; by default all of them.
 
     Attributes:
@@ -48,7 +48,7 @@ class SubcheckSelection:
     merges: bool = True
 
 
-ALL_SUBCHECKS = SubcheckSelection()
+ALL_SUBCHECKS = Subchecks()
 
 
 def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:
