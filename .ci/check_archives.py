@@ -19,7 +19,7 @@ NEEDED_IN_WHEEL = {
     *(f"{package}/py.typed" for package in PACKAGES),
     "conformance/__init__.pyi",
     "conformance/sensitivity/detection_table.json",
-    "conformance/sensitivity/failure_signatures.json",
+    "conformance/sensitivity/error_profiles.json",
     "conformance/truth/calibration.json",
 }
 # As pyproject.toml says: a picture is left out, and a file is at the top level.

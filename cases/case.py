@@ -2,7 +2,8 @@
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-The parts are: phase, dtype, shape, mask; then the optional operands that the case has, in the order of
+The components, between slashes, are: phase, dtype, shape, mask; then the optional operands that the case has, in the
+  order of
 `cases.operand_registry.OPTIONAL`; then the storage form (`cases.storage_forms`) and the front end (`cases.front_ends`)
 if the case has them; then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a
 shell and pytest's `-k` take them unquoted.
@@ -25,7 +26,7 @@ from cases.storage_forms.storage_form import StorageSpec
 
 
 class CaseIdError(ValueError):
-    """Raised for a string that is not a case id. The message names the wrong part and says what would be right."""
+    """Raised for a string that is not a case id. The message names the wrong component and says what would be right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,20 +100,20 @@ class Case(CaseFields):
     @property
     def id(self) -> str:
         """The readable id; `parse_case_id(case.id) == case`."""
-        parts = [self.phase, self.dtype, self.shape, self.mask]
+        components = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
-        parts += [operand.write(value) for operand, value in values if value != operand.absent]
+        components += [operand.write(value) for operand, value in values if value != operand.absent]
         if self.storage is not None:
-            parts.append(self.storage)
+            components.append(self.storage)
         if self.front_end is not None:
-            parts.append(f"front-{self.front_end}")
-        return "/".join([*parts, self.distribution, f"s{self.seed}"])
+            components.append(f"front-{self.front_end}")
+        return "/".join([*components, self.distribution, f"s{self.seed}"])
 
     @property
     def program(self) -> str:
         """The id without the distribution. Cases with equal ones differ only in values, and share compiled programs."""
-        *parts, _, seed = self.id.split("/")
-        return "/".join([*parts, seed])
+        *components, _, seed = self.id.split("/")
+        return "/".join([*components, seed])
 
     def __str__(self) -> str:
         return self.id

@@ -56,7 +56,7 @@ class CaseFields:
 
     @property
     def shape(self) -> str:
-        """The shape part of the id."""
+        """The shape, a component of the id."""
         return (
             f"B{self.batch}.T{self.q_length}.S{self.kv_length}.N{self.num_q_heads}.K{self.num_kv_heads}"
             f".H{self.head_dim}.V{self.v_head_dim}"

@@ -20,17 +20,17 @@ def parse_case_id(text: str) -> Case:
     """Parse a case id.
 
     Raises:
-      CaseIdError: naming the part that is wrong.
+      CaseIdError: naming the component that is wrong.
     """
     if len(text) > _LONGEST:
         raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
-    parts = text.strip().split("/")
-    if len(parts) < 6:
+    components = text.strip().split("/")
+    if len(components) < 6:
         raise CaseIdError(
-            f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{form_registry.SYNTAX}/front-STEPS/]distribution/sSEED"
+            f"{text!r} is not a case id: it has {len(components)} components, at least 6 are needed: phase/dtype/shape/"
+            f"mask/[{'/'.join(one.form for one in OPTIONAL)}/{form_registry.SYNTAX}/front-STEPS/]distribution/sSEED"
         )
-    phase, dtype, shape, mask, *options, distribution, seed = parts
+    phase, dtype, shape, mask, *options, distribution, seed = components
     sizes = _SHAPE.fullmatch(shape)
     if not sizes:
         raise CaseIdError(f"{shape!r} in {text!r} is not a shape such as B2.T128.S128.N4.K2.H64.V64")
@@ -62,7 +62,7 @@ def parse_case_id(text: str) -> Case:
 
 
 def _parse_option(option: str, text: str) -> tuple[str, Any]:
-    """Parse an optional part into a field of the case and its value."""
+    """Parse an optional component into a field of the case and its value."""
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
@@ -70,15 +70,15 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
         return "storage", option
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
-    known = [part for operand in OPTIONAL for part in operand.parts]
+    known = [one for operand in OPTIONAL for one in operand.id_components]
     raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {form_registry.SYNTAX}, front-STEPS")
 
 
 def matches_query(query: str, case_id: str) -> bool:
     """Return whether `case_id` matches `query`.
 
-    A query is the first parts of a case id, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
-    `*/softcap*`. Trailing parts may be left out.
+    A query is the first components of a case id, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
+    `*/softcap*`. Trailing components may be left out.
     """
     pattern = query.strip().rstrip("/")
     return fnmatch.fnmatchcase(case_id, pattern) or fnmatch.fnmatchcase(case_id, f"{pattern}/*")

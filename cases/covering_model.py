@@ -40,14 +40,15 @@ class Axis:
     Attributes:
       name: name of the axis, such as `mask`.
       levels: the values that cases have on the axis, the plainest first.
-      rich: the level in the rich case, which has every supported operand; None if the rich case has the base's level.
+      combined: the level in the combined case, which has every supported operand; None if the combined case has the
+        base's level.
       rare: whether the covering array leaves the axis out if only its first level is supported.
       cheap: whether cases that differ only on this axis share compiled programs.
     """
 
     name: str
     levels: tuple[Any, ...]
-    rich: Any = None
+    combined: Any = None
     rare: bool = False
     cheap: bool = False
 

@@ -112,7 +112,7 @@ def _build_operand_axis(name: str) -> Axis:
     """Build the axis of an optional operand from its entry in the registry."""
     operand = next(operand for operand in OPTIONAL if operand.name == name)
     levels = (operand.absent, *operand.grid_levels)
-    return Axis(operand.field, levels, rich=operand.rich_level, rare=operand.is_rare)
+    return Axis(operand.field, levels, combined=operand.combined_level, rare=operand.is_rare)
 
 
 AXES: tuple[Axis, ...] = (
@@ -141,7 +141,7 @@ AXES: tuple[Axis, ...] = (
     Axis(
         "mask",
         tuple(_MASK_FORMATTERS),
-        rich="causal",
+        combined="causal",
     ),
     Axis(
         "distribution",
@@ -149,8 +149,8 @@ AXES: tuple[Axis, ...] = (
         cheap=True,
     ),
     # (batch, query heads, key/value heads). One level has B == K on purpose, and another has three distinct sizes.
-    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
-    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
+    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), combined=(2, 4, 2)),
+    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), combined=(16, 48)),
     _build_operand_axis("bias"),
     Axis("dtype", ("f32", "bf16", "f16")),
     _build_operand_axis("segment_ids"),

@@ -7,10 +7,11 @@ number (`Model.strongest`).
 An implementation declines what it does not support, and says why. Declined levels stay out of the array, since they
 would make most of its rows impossible to judge. Each has one case of its own instead, which the kernel must refuse.
 
-The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
-that the implementation supports. Beyond `quick` there is a second rich case, with another dtype, other sizes and other
-shapes of operands, as far as these are supported. Checks that run on rich cases only then run on two cases that share
-no compiled program. A stand-in is a level that replaces another one for implementations that decline that one.
+The base is the plainest case that an implementation supports. The combined case is the base with every optional operand
+that the implementation supports. Beyond `quick` there is a second combined case, with another dtype, other sizes and
+other shapes of operands, as far as these are supported. Checks that run on combined cases only then run on two cases
+that share no compiled program. A stand-in is a level that replaces another one for implementations that decline that
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cases import covering_array, feature_model
 from cases.case import Case
 from cases.covering_array import Coverage, Partial, Row
 from cases.covering_model import Model
-from cases.operand_registry import QUIET, REMOVABLE
+from cases.operand_registry import ABSENCE_IGNORED, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
@@ -37,9 +38,9 @@ _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window
 # The axes above, and those that change only how operands are stored: the type of a cache, the size of its pages, pages
 # that sequences share.
 _OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _STORAGE_AXES if axis not in _ARGUMENT_AXES))
-# The axes on which the second and the first rich case differ from the base, in the order in which levels are tried.
+# The axes on which the second and the first combined case differ from the base, in the order in which levels are tried.
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
-_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_STORAGE_AXES)
+_COMBINED_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_STORAGE_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Grid:
       cases: the cases of the covering array.
       rows: for each of `cases`, its level on every axis of the model.
       singles: the base, then cases with one more optional operand or one other mask.
-      rich: the rich case, if any case is supported, and beyond `quick` a second one.
+      combined: the combined case, if any case is supported, and beyond `quick` a second one.
       declined: one case for each level that is not supported.
       coverage: how many of the feasible combinations some case has.
       varied: the indices of the axes that the covering array varies.
@@ -64,7 +65,7 @@ class Grid:
     cases: tuple[Case, ...]
     rows: tuple[Row, ...]
     singles: tuple[Case, ...]
-    rich: tuple[Case, ...]
+    combined: tuple[Case, ...]
     declined: tuple[Case, ...]
     coverage: Coverage
     varied: tuple[int, ...]
@@ -101,11 +102,11 @@ def build_grid(
         cases=tuple(cases),
         rows=tuple(cases.values()),
         singles=_deduplicate(support.list_singles()),
-        rich=support.list_rich()[: 1 if level == "quick" else 2],
+        combined=support.list_combined()[: 1 if level == "quick" else 2],
         declined=_deduplicate(support.list_declined()),
         coverage=coverage,
         varied=varied,
-        weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
+        weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in ABSENCE_IGNORED),
         parted=_count_unsupported_pairs(matrix, model),
     )
 
@@ -215,17 +216,17 @@ class _Support:
         ]
         return [base] + [self._find_case(item) for item in items if self._find_refusal(item) is None]
 
-    def list_rich(self) -> tuple[Case, ...]:
-        """Return up to two rich cases: the base with as many rich levels as are supported, and a variant of it.
+    def list_combined(self) -> tuple[Case, ...]:
+        """Return up to two combined cases: the base with as many combined levels as are supported, and a variant of it.
 
         The variant has other levels on the axes of `_SECOND_AXES`.
         """
         row = self._base
-        for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
+        for place in (self._model.names.index(name) for name in _COMBINED_AXES if name in self._model.names):
             axis = self._model.axes[place]
-            if axis.rich is None:
+            if axis.combined is None:
                 continue
-            moved = _replace_levels(row, (place, axis.levels.index(axis.rich)))
+            moved = _replace_levels(row, (place, axis.levels.index(axis.combined)))
             row = moved if self._is_supported(moved) else row
         if not self._is_supported(row):
             return ()

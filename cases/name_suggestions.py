@@ -22,16 +22,16 @@ def suggest_or_list(name: object, known: Iterable[str]) -> str:
 def suggest_query(query: str, ids: Iterable[str]) -> str:
     """Return a suggestion for a query of case ids that matches none; empty if none is close.
 
-    Each part of the query that no id has is replaced by the closest part of any id.
+    Each component of the query that no id has is replaced by the closest component of any id.
     """
-    known = list(dict.fromkeys(part for one in ids for part in one.split("/")))
-    parts = query.split("/")
-    closest = [_find_closest(part, known) for part in parts]
-    return f"; did you mean {'/'.join(closest)!r}?" if closest != parts else ""
+    known = list(dict.fromkeys(component for one in ids for component in one.split("/")))
+    components = query.split("/")
+    closest = [_find_closest(component, known) for component in components]
+    return f"; did you mean {'/'.join(closest)!r}?" if closest != components else ""
 
 
-def _find_closest(part: str, known: list[str]) -> str:
-    """Return the closest known part, or the part itself if it matches one or none is close."""
-    if any(fnmatch.fnmatchcase(one, part) for one in known):
-        return part
-    return next(iter(difflib.get_close_matches(part, known, n=1)), part)
+def _find_closest(component: str, known: list[str]) -> str:
+    """Return the closest known component, or the component itself if it matches one or none is close."""
+    if any(fnmatch.fnmatchcase(one, component) for one in known):
+        return component
+    return next(iter(difflib.get_close_matches(component, known, n=1)), component)

@@ -84,10 +84,10 @@ class OptionalOperand(Operand):
 
     Attributes:
       field: the field of `cases.case_fields.CaseFields` that asks for the operand.
-      form: the operand's part of a case id, as messages show it. If the part has a number, the last letter stands for
+      form: the operand's component of a case id, as messages show it. If it has a number, the last letter stands for
         the number.
       levels: the values of the field other than its default; for a number, one usual value. True stands for `form`.
-      number: regular expression of the part of a case id that holds a number; None if the part is the level itself.
+      number: regular expression of a component that holds a number; None if the component is the level itself.
 
     In words:
 
@@ -100,15 +100,15 @@ class OptionalOperand(Operand):
       opt_in: whether an implementation supports the operand only if it declares it. Other implementations are called
         without this parameter.
       stored: whether a call that takes packed or paged operands may have it (docs/contract.md, section 8).
-      is_quiet: whether comparisons of cases ignore that a case lacks the operand. Cases without it are then planned,
-        ordered and explored as if the operand did not exist.
+      is_absence_ignored: whether comparisons of cases ignore that a case lacks the operand. Cases without it are then
+        planned, ordered and explored as if the operand did not exist.
       is_positional: whether the operand depends on the positions of queries and keys although its arrays have no such
         axes. Results then change if only some of the queries or keys are kept.
       has_own_cases: whether the operand has a covering array of its own (`cases.operand_model`) instead of an axis in
         `cases.feature_model`. The cases of other operands then stay as they are.
       vmap: the name of the transform that gives the operand a batch axis of its own (`kv` if k and v get one too).
       grid_levels: the levels on its axis of `cases.feature_model`, other than its absence.
-      rich_level: the level in the rich case, which has every supported operand.
+      combined_level: the level in the combined case, which has every supported operand.
       is_rare: whether few implementations support the operand. For others, the covering array leaves its axis out.
       calls: fields that the check `calls` changes in a usual case, by the label of the change.
       decoding: fields of additional cases for the check `decoding`.
@@ -138,12 +138,12 @@ class OptionalOperand(Operand):
     traits: Mapping[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     opt_in: bool = False
     stored: bool = False
-    is_quiet: bool = False
+    is_absence_ignored: bool = False
     is_positional: bool = False
     has_own_cases: bool = False
     vmap: str = ""
     grid_levels: tuple[Any, ...] = ()
-    rich_level: Any = None
+    combined_level: Any = None
     is_rare: bool = False
     calls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     decoding: tuple[Mapping[str, Any], ...] = ()
@@ -171,24 +171,24 @@ class OptionalOperand(Operand):
         return False if self.is_flag else None
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of a case id that ask for the operand, as messages list them."""
+    def id_components(self) -> tuple[str, ...]:
+        """The components of a case id that ask for the operand, as messages list them."""
         if self.number is not None:
             return (self.form,)
         return tuple(self.form if level is True else level for level in self.levels)
 
     def write(self, value: Any) -> str:
-        """Return the part of a case id that asks for `value`."""
+        """Return the component of a case id that asks for `value`."""
         if self.number is None:
             return self.form if value is True else str(value)
         # The shortest digits that parse back to the same number, without an exponent: ids have no `+`.
         return self.form[:-1] + np.format_float_positional(float(value), trim="-")
 
-    def read(self, part: str) -> Any:
-        """Return the value that a part of a case id asks for, or None if the part is about something else."""
+    def read(self, component: str) -> Any:
+        """Return the value that a component of a case id asks for, or None if it is about something else."""
         if self.number is not None:
-            found = self.number.fullmatch(part)
+            found = self.number.fullmatch(component)
             return float(found[1]) if found else None
-        if part not in self.parts:
+        if component not in self.id_components:
             return None
-        return True if self.is_flag and part == self.form else part
+        return True if self.is_flag and component == self.form else component

@@ -42,7 +42,8 @@ def build_operand_model(operand: OptionalOperand) -> Model:
     for axis in feature_model.AXES[1:]:
         levels = _LEVELS.get(axis.name, axis.levels)
         if axis.name not in ("kv_cache", "own_window", operand.field):
-            axes.append(dataclasses.replace(axis, levels=levels, rich=axis.rich if axis.rich in levels else None))
+            combined = axis.combined if axis.combined in levels else None
+            axes.append(dataclasses.replace(axis, levels=levels, combined=combined))
     missing = {axis.name: axis.levels[0] for axis in feature_model.AXES}
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:

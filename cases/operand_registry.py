@@ -36,7 +36,7 @@ OPTIONAL: tuple[OptionalOperand, ...] = (
     score_mod_operand.OPERAND,
     logit_scale_operand.OPERAND,
 )
-"""The optional operands, in the order of the parts of a case id, which is also the order in which they are drawn."""
+"""The optional operands, in the order in which a case id has their components, and in which they are drawn."""
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
 
 GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand.gradient}
@@ -49,7 +49,7 @@ OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
 """What a call returns, with its residuals and its gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.description)
 """Operands that may be left out of a problem. The scales of quantised keys and values may not."""
-QUIET = frozenset(operand.field for operand in OPTIONAL if operand.is_quiet)
+ABSENCE_IGNORED = frozenset(operand.field for operand in OPTIONAL if operand.is_absence_ignored)
 """The case fields of operands that comparisons of cases ignore if a case lacks them."""
 POSITIONAL = tuple(operand.name for operand in OPTIONAL if operand.is_positional)
 """Names of operands that depend on the positions of queries and keys."""

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from conformance.sensitivity import failure_signatures
+from conformance.sensitivity import error_profiles
 from tests.bank import confusions
 
 FILE = Path(__file__).parent / "measurements" / "data" / "diagnosis.json"
@@ -17,7 +17,7 @@ FILE = Path(__file__).parent / "measurements" / "data" / "diagnosis.json"
 
 def main() -> None:
     """Write the counts."""
-    bank = list(failure_signatures.load_signatures())
+    bank = list(error_profiles.load_profiles())
     lines = ",\n".join("  " + json.dumps(dataclasses.asdict(row)) for row in confusions.measure_confusions(bank))
     FILE.write_text(f'{{"bugs": {len(bank)}, "families": [\n{lines}\n]}}\n', encoding="utf-8")
 

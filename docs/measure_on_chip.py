@@ -112,7 +112,7 @@ class Tuning:
     name: str
     kernel: str
     case: str
-    knobs: tuple[str, ...]
+    parameters: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def _build_cpu_plan() -> Plan:
             # `ragged` is timed and not judged, so that its times are no results.
             Group(name="decode", kernels=("ragged",), cases=(served.build_case("f32", paged=False),), phase="forward"),
         ),
-        tunings=(Tuning(name="blocks", kernel="block_flash", case=row.list_cases("f32")[0], knobs=("blocks",)),),
+        tunings=(Tuning(name="blocks", kernel="block_flash", case=row.list_cases("f32")[0], parameters=("blocks",)),),
         ceiling_bytes=(1 << 20,),
         matmul_side=256,
     )
@@ -221,10 +221,10 @@ def _build_gpu_tuning_plan() -> Plan:
     """Build the plan that chooses the rings of the Mosaic kernels; the backward pass where no chip has run it first."""
     forward, backward = ("mosaic_forward",), ("mosaic_dkv", "mosaic_dq")
 
-    def tune(name: str, depth: int, v_depth: int, mask: str, knobs: tuple[str, ...]) -> Tuning:
+    def tune(name: str, depth: int, v_depth: int, mask: str, parameters: tuple[str, ...]) -> Tuning:
         heads = max(8, 1024 // depth)
         (case,) = TrainRow(4, 4096, heads, heads, depth, v_depth, (mask,)).list_cases("bf16")
-        return Tuning(name=name, kernel="flash_gpu", case=case, knobs=knobs)
+        return Tuning(name=name, kernel="flash_gpu", case=case, parameters=parameters)
 
     return Plan(
         platform="gpu",
@@ -386,7 +386,7 @@ class Measuring:
             f"tuned-{tuning.name}",
             limit,
             *("-m", "conformance", "tune", f"--impl={tuning.kernel}", f"--case={tuning.case}"),
-            *(f"--knob={knob}" for knob in tuning.knobs),
+            *(f"--parameter={parameter}" for parameter in tuning.parameters),
             *(f"--seconds={max(limit / 3, 1):.0f}", f"--out={self._folder / f'tuned-{tuning.name}.json'}"),
         )
 

@@ -31,13 +31,13 @@ def draw_calls(chart: CallChart) -> Figure:
     from matplotlib.figure import Figure  # imported late: importing matplotlib takes as long as judging a small case
 
     across = min(len(chart.targets), _MAX_PANELS)
-    figure = Figure(figsize=(1.6 + 1.75 * across, 0.6 + 0.3 * len(chart.contenders)), layout="constrained")
+    figure = Figure(figsize=(1.6 + 1.75 * across, 0.6 + 0.3 * len(chart.implementations)), layout="constrained")
     figure.patch.set_alpha(0)
     for position, target in enumerate(chart.targets[:across]):
         axes = figure.add_subplot(1, across, position + 1)
-        cells = [chart.cells.get((contender, target)) for contender in chart.contenders]
+        cells = [chart.cells.get((implementation, target)) for implementation in chart.implementations]
         longest = max((cell.total for cell in cells if cell is not None), default=1.0) / 1e3
-        names = [contender.implementation for contender in chart.contenders]
+        names = [implementation.name for implementation in chart.implementations]
         _draw_frame(axes, target, names if position == 0 else [""] * len(names), longest)
         for y, cell in enumerate(cells):
             _draw_bar(axes, y, cell, longest)

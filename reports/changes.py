@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from reports.causes.finding_text import FindingText
-from reports.record_groups import Contender, get_contender, group_by
+from reports.record_groups import JudgedImplementation, get_implementation, group_by
 from reports.records import (
     ERROR,
     EXPECTED_FAIL,
@@ -55,7 +55,7 @@ _MIN_SHARE_OF_MANY = 0.01  # the same share for ratios that are compared by thei
 Key = tuple[str, str, str, str, str]
 """The identity of a judgement: implementation, platform, case, check and observable."""
 ChangeKey = tuple[str, str, str, str]
-"""The key by which reports group changes: kind, label of the contender, check and observable."""
+"""The key by which reports group changes: kind, label of the implementation, check and observable."""
 Shares = list[tuple[Record, float, float]]
 """Items `(record of the new run, old ratio over its limit, new ratio over its limit)`."""
 
@@ -83,13 +83,13 @@ class RatioShift:
     It is the ratio of one judgement, or the median over judgements of the same check, observable and dtype.
 
     Attributes:
-      contender, check, observable, dtype: those of the judgements.
+      implementation, check, observable, dtype: those of the judgements.
       cases: the number of judgements; 1 for a single ratio.
       example: the id of the case whose ratio changed most.
       old, new: the ratio as a share of its limit, in the old and in the new run.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     check: str
     observable: str
     dtype: str
@@ -271,7 +271,7 @@ def _compute_shares(both: Iterable[tuple[Record, Record]], least: float) -> Shar
 
 def _find_single_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
     shifts = [
-        RatioShift(get_contender(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
+        RatioShift(get_implementation(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
         for r, old, new in _compute_shares(both, MIN_SHARE)
         if not 1 / SINGLE_SHIFT <= new / old <= SINGLE_SHIFT
     ]
@@ -281,17 +281,17 @@ def _find_single_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShif
 def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
     groups = group_by(
         _compute_shares(both, _MIN_SHARE_OF_MANY),
-        lambda share: (get_contender(share[0]), share[0].check, share[0].observable, share[0].dtype),
+        lambda share: (get_implementation(share[0]), share[0].check, share[0].observable, share[0].dtype),
     )
     shifts = []
-    for (contender, check, observable, dtype), group in groups.items():
+    for (implementation, check, observable, dtype), group in groups.items():
         if len(group) < MIN_CASES:
             continue
         factor = statistics.median(new / old for _, old, new in group)
         if not 1 / COMMON_SHIFT <= factor <= COMMON_SHIFT:
             old = statistics.median(old for _, old, _ in group)
             example = max(group, key=lambda share: share[2] / share[1])[0].case
-            shifts.append(RatioShift(contender, check, observable, dtype, len(group), example, old, old * factor))
+            shifts.append(RatioShift(implementation, check, observable, dtype, len(group), example, old, old * factor))
     return sorted(shifts, key=lambda shift: -shift.factor)
 
 
@@ -301,14 +301,14 @@ class ChangeGroup:
 
     Attributes:
       kind: one of `KINDS`.
-      contender: label of the contender.
+      implementation: label of the implementation.
       title: the finding that explains the changes, or the reason that their records share.
       finding: that finding; None for changes that are no failures.
       changes: all of them.
     """
 
     kind: str
-    contender: str
+    implementation: str
     title: str
     finding: FindingText | None
     changes: tuple[Change, ...]
@@ -336,7 +336,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
             text = by_record[1].get(change.new.key)
         elif change.kind == FIXED and change.old is not None:
             text = by_record[0].get(change.old.key)
-        label = get_contender(change.record).label
+        label = get_implementation(change.record).label
         if text is not None:
             return change.kind, label, text.title, text.number
         record = change.record
@@ -350,7 +350,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
         finding = next((text for text in side if number and text.number == number), None)
         groups.append(ChangeGroup(kind, label, title, finding, tuple(changes)))
     return sorted(
-        groups, key=lambda group: (KINDS.index(group.kind), -len(group.changes), group.contender, group.title)
+        groups, key=lambda group: (KINDS.index(group.kind), -len(group.changes), group.implementation, group.title)
     )
 
 
@@ -363,14 +363,14 @@ def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Chang
 
 
 def group_changes(changes: Iterable[Change]) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group changes by kind, contender, check and observable, the largest groups of a kind first."""
+    """Group changes by kind, implementation, check and observable, the largest groups of a kind first."""
     groups = group_by(changes, _get_change_key)
     return sorted(groups.items(), key=lambda item: (KINDS.index(item[0][0]), -len(item[1]), item[0]))
 
 
 def _get_change_key(change: Change) -> ChangeKey:
     record = change.record
-    return change.kind, get_contender(record).label, record.check, record.observable
+    return change.kind, get_implementation(record).label, record.check, record.observable
 
 
 def format_transition(change: Change) -> str:

@@ -26,9 +26,9 @@ from reports.changes import (
     group_changes_by_cause,
     list_reported_changes,
 )
-from reports.conformity import summarize_contenders
+from reports.conformity import summarize_implementations
 from reports.markdown_text import escape_inline, format_command
-from reports.record_groups import group_by_contender
+from reports.record_groups import group_by_implementation
 from reports.records import Record, RunInfo
 from reports.template_environment import create_environment
 from reports.text_format import format_count, format_share
@@ -72,8 +72,8 @@ def format_changes_markdown(found: Comparison) -> str:
     """Format the comparison of two runs as Markdown, a block for each cause."""
     blocks = [f"## Attention conformance: compared\n\n**{escape_inline(format_changes_headline(found))}**"]
     for group in group_changes_by_cause(found):
-        first = group.changes[0]
-        lines = [f"- **{escape_inline(_format_count(group))}** {escape_inline(f'{group.contender}: {group.title}')}"]
+        first, title = group.changes[0], escape_inline(f"{group.implementation}: {group.title}")
+        lines = [f"- **{escape_inline(_format_count(group))}** {title}"]
         lines += [f"  {escape_inline(line)}" for line in _list_facts(group)]
         lines += [f"  {escape_inline(format_transition(first))}, as in {escape_inline(first.record.case)}"]
         if group.kind in REGRESSIONS and (command := _choose_command(group)):
@@ -96,7 +96,7 @@ def print_comparison(found: Comparison, console: Console, *, lists_all: bool = F
         _print_every_change(found, console)
     else:
         for group in group_changes_by_cause(found):
-            title = f"{_format_count(group)} {group.contender}: {group.title}"
+            title = f"{_format_count(group)} {group.implementation}: {group.title}"
             console.print(Text(title, style=_choose_style(group.kind)), soft_wrap=True)
             for line in (*_list_facts(group), f"{format_transition(group.changes[0])}  {group.changes[0].record.case}"):
                 console.print(Text(f"  {line}"), soft_wrap=True)
@@ -147,7 +147,7 @@ def _choose_command(group: ChangeGroup) -> str:
 
 def format_shift(shift: RatioShift) -> str:
     """Format the change of a single error ratio, or of the median ratio of a result, as one line."""
-    what = f"{shift.contender.label} {shift.check}/{shift.observable} {shift.dtype}"
+    what = f"{shift.implementation.label} {shift.check}/{shift.observable} {shift.dtype}"
     change = f"{format_share(shift.old)} to {format_share(shift.new)} of the limit"
     if shift.cases == 1:
         return f"moved: {what}, {change}: {shift.example}"
@@ -155,5 +155,6 @@ def format_shift(shift: RatioShift) -> str:
 
 
 def _list_verdicts(records: Sequence[Record], run: RunInfo) -> list[tuple[str, str]]:
-    """List each contender's label with a phrase that says whether it conforms."""
-    return [(one.contender.label, one.text) for one in summarize_contenders(group_by_contender(records), run)]
+    """List each implementation's label with a phrase that says whether it conforms."""
+    summaries = summarize_implementations(group_by_implementation(records), run)
+    return [(one.implementation.label, one.text) for one in summaries]

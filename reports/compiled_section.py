@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from reports.compiled_kernels.call_estimates import CallChart, build_call_charts
 from reports.compiled_kernels.gpu_kernel_bounds import BoundTable, build_bound_table
 from reports.compiled_kernels.tpu_kernel_schedules import ScheduleTable, build_schedule_table
-from reports.record_groups import Compilations, Contender, get_contender, get_target, group_by
+from reports.record_groups import Compilations, JudgedImplementation, get_implementation, get_target, group_by
 from reports.records import (
     ERROR,
     EXPECTED_FAIL,
@@ -67,15 +67,15 @@ class CompiledCell:
 
 @dataclasses.dataclass(frozen=True)
 class CompilationNote:
-    """A reason why programs of one contender did not compile or were not tried.
+    """A reason why programs of one implementation did not compile or were not tried.
 
     Attributes:
-      contender, targets, verdict, reason: those of the records with this reason.
+      implementation, targets, verdict, reason: those of the records with this reason.
       count: the number of these records.
       example: the case id of the first of them.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     targets: tuple[str, ...]
     verdict: str
     reason: str
@@ -92,7 +92,7 @@ class ProgramRow:
 
     case: str
     program: str
-    cells: Mapping[Contender, CompiledCell]
+    cells: Mapping[JudgedImplementation, CompiledCell]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class CompiledSection:
     """The tables of the section on compiled kernels.
 
     Attributes:
-      contenders, targets: rows and columns of the main table; `cells` are its cells.
+      implementations, targets: rows and columns of the main table; `cells` are its cells.
       programs: programs that several implementations compiled, for comparison.
       notes: reasons why programs did not compile or were not tried.
       schedules: cycles of TPU kernels, from the compiler's schedules; None if no schedule was read.
@@ -108,9 +108,9 @@ class CompiledSection:
       bounds: lower bounds of GPU kernels, from their machine code; None if no machine code was read.
     """
 
-    contenders: tuple[Contender, ...]
+    implementations: tuple[JudgedImplementation, ...]
     targets: tuple[str, ...]
-    cells: Mapping[tuple[Contender, str], CompiledCell]
+    cells: Mapping[tuple[JudgedImplementation, str], CompiledCell]
     programs: tuple[ProgramRow, ...]
     notes: tuple[CompilationNote, ...]
     schedules: ScheduleTable | None
@@ -124,7 +124,7 @@ def build_compiled_section(compilations: Compilations) -> CompiledSection | None
         return None
     by_target = compilations.by_target
     return CompiledSection(
-        contenders=tuple(dict.fromkeys(contender for contender, _ in by_target)),
+        implementations=tuple(dict.fromkeys(implementation for implementation, _ in by_target)),
         targets=tuple(dict.fromkeys(target for _, target in by_target if target != ALL_TARGETS)),
         cells={key: _build_cell(records) for key, records in by_target.items()},
         programs=tuple(_iter_programs(compilations)),
@@ -138,9 +138,9 @@ def build_compiled_section(compilations: Compilations) -> CompiledSection | None
 def _iter_programs(compilations: Compilations) -> Iterator[ProgramRow]:
     """Yield the programs that more than one implementation compiled."""
     for (case, program), records in compilations.by_program.items():
-        by_contender = group_by((r for r in records if r.figures.keys() - {REFUSED}), get_contender)
-        if len(by_contender) > 1:
-            yield ProgramRow(case, program, {one: _build_cell(found) for one, found in by_contender.items()})
+        by_implementation = group_by((r for r in records if r.figures.keys() - {REFUSED}), get_implementation)
+        if len(by_implementation) > 1:
+            yield ProgramRow(case, program, {one: _build_cell(found) for one, found in by_implementation.items()})
 
 
 def _build_cell(records: Sequence[Record]) -> CompiledCell:
@@ -162,6 +162,8 @@ def _find_largest(records: Sequence[Record], figure: str) -> float | None:
     return max((record.figures[figure] for record in records if figure in record.figures), default=None)
 
 
-def _build_note(contender: Contender, verdict: str, reason: str, records: Sequence[Record]) -> CompilationNote:
+def _build_note(
+    implementation: JudgedImplementation, verdict: str, reason: str, records: Sequence[Record]
+) -> CompilationNote:
     targets = tuple(dict.fromkeys(map(get_target, records)))
-    return CompilationNote(contender, targets, verdict, reason, len(records), records[0].case)
+    return CompilationNote(implementation, targets, verdict, reason, len(records), records[0].case)

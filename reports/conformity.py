@@ -1,4 +1,4 @@
-"""Decide whether each contender (an implementation on a platform) conforms, and put that verdict into words.
+"""Decide whether each implementation conforms on its platform, and put that verdict into words.
 
 Records and the run record go in. Every report shows the resulting summaries, so all reports use the same words.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
-from reports.record_groups import Contender
+from reports.record_groups import JudgedImplementation
 from reports.records import (
     DEFAULT_PRECISION,
     EXPECTED_FAIL,
@@ -39,28 +39,28 @@ CONFORMITY_GLYPHS = {
     DOES_NOT_CONFORM: GLYPHS[FAIL],
     NOT_JUDGED: GLYPHS[UNJUDGED],
 }
-"""The sign shown with each verdict on a contender, for readers who cannot see its colour."""
+"""The sign shown with each verdict on an implementation, for readers who cannot see its colour."""
 
 Entry = TypeVar("Entry")
 _UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
 
 
 @dataclasses.dataclass(frozen=True)
-class ContenderSummary:
-    """The verdict on one contender, with the counts and words that reports show.
+class ImplementationSummary:
+    """The verdict on one implementation, with the counts and words that reports show.
 
     Attributes:
-      contender: the implementation and its platform.
+      implementation: the implementation and its platform.
       conformity: `CONFORMS`, `KNOWN_FAILURES`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
       counts: the number of its records by verdict.
       worst: the judged error figure that is closest to its limit, or furthest beyond it.
       extent: how many of its planned jobs were judged, and whether that is the whole level.
-      text: the verdict with its qualifications, as a phrase that follows the contender's name.
+      text: the verdict with its qualifications, as a phrase that follows the implementation's name.
       declared: its declarations that lower the requirements below the defaults; empty unless it conforms.
       reason: the most frequent reason why it could not be judged; empty if it was judged.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     conformity: str
     counts: Counts
     worst: Metric | None
@@ -72,25 +72,25 @@ class ContenderSummary:
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """The verdict on each contender of a run, and the sentences at the top of its reports.
+    """The verdict on each implementation of a run, and the sentences at the top of its reports.
 
     Attributes:
-      contenders: the verdict on each contender.
+      implementations: the verdict on each implementation.
       headline: one sentence about the whole run.
       state: whether the run is complete, and to which part of its level it was narrowed.
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
     """
 
-    contenders: tuple[ContenderSummary, ...]
+    implementations: tuple[ImplementationSummary, ...]
     headline: str
     state: str
     shortfall: str
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
-    """Return the verdict on a contender from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
+    """Return the verdict on an implementation from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
 
-    Any red record means that the contender does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
+    With any red record, the implementation does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
     never `CONFORMS`.
     """
     records = tuple(records)
@@ -107,47 +107,51 @@ def _compute_conformity(records: Iterable[Record], counts: Counts) -> str:
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
 
-def summarize_run(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> RunSummary:
-    """Summarize the records of a run, grouped by contender."""
-    contenders = summarize_contenders(groups, run)
-    return RunSummary(contenders, format_headline(contenders), format_state(run), format_shortfall(run))
+def summarize_run(groups: Mapping[JudgedImplementation, Sequence[Record]], run: RunInfo) -> RunSummary:
+    """Summarize the records of a run, grouped by implementation."""
+    implementations = summarize_implementations(groups, run)
+    return RunSummary(implementations, format_headline(implementations), format_state(run), format_shortfall(run))
 
 
-def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> tuple[ContenderSummary, ...]:
-    """Summarize the records of each contender. Their order is kept, since reports do not rank contenders."""
-    return tuple(_summarize_contender(contender, records, run) for contender, records in groups.items())
+def summarize_implementations(
+    groups: Mapping[JudgedImplementation, Sequence[Record]], run: RunInfo
+) -> tuple[ImplementationSummary, ...]:
+    """Summarize the records of each implementation. Their order is kept, since reports do not rank implementations."""
+    return tuple(_summarize_implementation(implementation, records, run) for implementation, records in groups.items())
 
 
-def _summarize_contender(contender: Contender, records: Sequence[Record], run: RunInfo) -> ContenderSummary:
+def _summarize_implementation(
+    implementation: JudgedImplementation, records: Sequence[Record], run: RunInfo
+) -> ImplementationSummary:
     counts = count_verdicts(records)
     conformity = _compute_conformity(records, counts)
-    extent = _find_entry(run.extents, contender)
+    extent = _find_entry(run.extents, implementation)
     extent = extent or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
     conforms = conformity in (CONFORMS, KNOWN_FAILURES)
-    return ContenderSummary(
-        contender=contender,
+    return ImplementationSummary(
+        implementation=implementation,
         conformity=conformity,
         counts=counts,
         worst=find_worst_metric(records),
         extent=extent,
-        text=_format_conformity(contender, conformity, records, counts, extent, run),
-        declared=", ".join(_find_entry(run.declared, contender) or ()) if conforms else "",
+        text=_format_conformity(implementation, conformity, records, counts, extent, run),
+        declared=", ".join(_find_entry(run.declared, implementation) or ()) if conforms else "",
         reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
     )
 
 
-def format_headline(contenders: Sequence[ContenderSummary]) -> str:
-    """Format the whole run as one sentence that does not compare contenders with each other."""
-    if not contenders:
+def format_headline(implementations: Sequence[ImplementationSummary]) -> str:
+    """Format the whole run as one sentence that does not compare implementations with each other."""
+    if not implementations:
         return "Could not be judged: the run left no records."
-    if len(contenders) == 1:
-        (one,) = contenders
-        return f"{one.contender.label} {one.text}{f': {one.declared}' if one.declared else ''}."
+    if len(implementations) == 1:
+        (one,) = implementations
+        return f"{one.implementation.label} {one.text}{f': {one.declared}' if one.declared else ''}."
     by_verdict: dict[str, list[str]] = {}
-    for one in contenders:
+    for one in implementations:
         by_verdict.setdefault(_strip_qualifications(one.text), []).append(one.text)
     parts = [_format_equal_verdicts(verdict, texts) for verdict, texts in sorted(by_verdict.items())]
-    return f"{len(contenders)} implementations: {', '.join(parts)}."
+    return f"{len(implementations)} implementations: {', '.join(parts)}."
 
 
 def _strip_qualifications(text: str) -> str:
@@ -157,7 +161,7 @@ def _strip_qualifications(text: str) -> str:
 
 
 def _format_equal_verdicts(verdict: str, texts: Sequence[str]) -> str:
-    """Format how many contenders have a verdict; if their qualifications differ, the reader is sent to them."""
+    """Format how many implementations have a verdict; if their qualifications differ, the reader is sent to them."""
     text = texts[0] if len(set(texts)) == 1 else f"{verdict} with qualifications (see the verdict of each)"
     return f"{len(texts)} {_make_plural(text) if len(texts) > 1 else text}"
 
@@ -204,14 +208,14 @@ def _find_commonest_reason(records: Sequence[Record]) -> str:
 
 
 def _format_conformity(
-    contender: Contender,
+    implementation: JudgedImplementation,
     conformity: str,
     records: Sequence[Record],
     counts: Counts,
     extent: Extent,
     run: RunInfo,
 ) -> str:
-    """Format the verdict on a contender with its qualifications.
+    """Format the verdict on an implementation with its qualifications.
 
     The text says "conforms" only if the run record shows that every job of the level was judged.
     """
@@ -219,7 +223,7 @@ def _format_conformity(
     if conformity not in (CONFORMS, KNOWN_FAILURES):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
     checks = sorted({record.check for record in records if record.verdict in JUDGED})
-    coverage = _find_coverage(contender, run)
+    coverage = _find_coverage(implementation, run)
     share = "" if extent.narrowed or extent.is_partial else _format_small_share(coverage)
     comma = "," if share else ""
     text = f"{CONFORMS}{share}"
@@ -232,15 +236,15 @@ def _format_conformity(
         text = f"passes{share}{comma} {only}"
     elif extent.stopped:
         text = f"passes{share}"
-    if _find_entry(run.declared, contender):
+    if _find_entry(run.declared, implementation):
         text += " as declared"
-    if few := _find_entry(run.few_blocks, contender):
+    if few := _find_entry(run.few_blocks, implementation):
         text += f", checked on {few} only"
     text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
-    if _find_entry(run.unsandboxed, contender):
+    if _find_entry(run.unsandboxed, implementation):
         text += ", judged without a sandbox"
     if count := sum(REFUSED_PRECISION in record.figures for record in records):
-        text += f", with {format_count(count, 'question')} unjudged, as this platform refuses the products' precision"
+        text += f", with {format_count(count, 'comparison')} unjudged, as this platform refuses the products' precision"
     if any(DEFAULT_PRECISION in record.figures for record in records):
         text += ", whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
     if extent.stopped:
@@ -265,7 +269,7 @@ def _format_narrowing(extent: Extent) -> str:
 
 
 def _format_small_share(coverage: Mapping[str, Any]) -> str:
-    """Format the share of cases in which a contender was judged if it is below a half; otherwise the text is empty."""
+    """Format the share of an implementation's cases that were judged; the text is empty if it is at least a half."""
     judged, declined = _count_cases(coverage)
     if judged >= declined:
         return ""
@@ -274,22 +278,22 @@ def _format_small_share(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
-    """Format the number of cases in which a contender was judged, and the number of cases that it declines.
+    """Format the number of cases in which an implementation was judged, and the number of cases that it declines.
 
-    The text is empty if the contender declines no case.
+    The text is empty if the implementation declines no case.
     """
     judged, declined = _count_cases(coverage)
     return f", judged in {format_count(judged, 'case')} and declining {declined:,}" if declined else ""
 
 
 def _count_cases(coverage: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of cases in which a contender was judged, and of those that it declines; zeros if unknown."""
+    """Return the number of cases in which an implementation was judged, and that it declines; zeros if unknown."""
     judged, declined = coverage.get("cases judged"), coverage.get("declined")
     return (judged, declined) if isinstance(judged, int) and isinstance(declined, int) else (0, 0)
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
-    """Format how many pairs of an operand and a mask a contender declines although it takes each of the two separately.
+    """Format how many pairs of an operand and a mask an implementation declines although it takes each separately.
 
     The coverage table has these numbers only if most pairs are declined. Otherwise the text is empty.
     """
@@ -304,8 +308,8 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
     undeclared = sum(REFUSED in record.figures for record in records)
     if not undeclared:
         return ""
-    questions = format_count(undeclared + counts.judged, "question")
-    text = f", refusing {undeclared:,} of {questions} without declaring them unsupported"
+    comparisons = format_count(undeclared + counts.judged, "comparison")
+    text = f", refusing {undeclared:,} of {comparisons} without declaring them unsupported"
     refused = _list_refused_checks(records)
     if refused:
         text += f", most of those of {refused[0]}"
@@ -326,14 +330,14 @@ def _list_refused_checks(records: Iterable[Record]) -> list[str]:
     return [check for check, asked in cases.items() if 2 * sum(asked.values()) > len(asked)]
 
 
-def _find_coverage(contender: Contender, run: RunInfo) -> Mapping[str, Any]:
-    names = (contender.label, contender.implementation)
+def _find_coverage(implementation: JudgedImplementation, run: RunInfo) -> Mapping[str, Any]:
+    names = (implementation.label, implementation.name)
     return next((row for row in run.coverage if row.get("implementation") in names), {})
 
 
-def _find_entry(entries: Mapping[str, Entry], contender: Contender) -> Entry | None:
-    """Return a contender's entry in a table whose keys are contender labels or implementation names, or None."""
-    return entries.get(contender.label, entries.get(contender.implementation))
+def _find_entry(entries: Mapping[str, Entry], implementation: JudgedImplementation) -> Entry | None:
+    """Return an implementation's entry in a table whose keys are labels or names of implementations, or None."""
+    return entries.get(implementation.label, entries.get(implementation.name))
 
 
 def _make_plural(text: str) -> str:

@@ -26,13 +26,13 @@ class CheckPower:
 
     Attributes:
       check: the name of the check.
-      kills: the number of bugs that the check detects.
+      detected: the number of bugs that the check detects.
       alone: the bugs that only this check detects.
       seconds: the time that the check took in all measurements, those of bugs that were removed later included.
     """
 
     check: str
-    kills: int
+    detected: int
     alone: tuple[str, ...]
     seconds: float
 

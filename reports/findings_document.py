@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from reports.causes.finding_text import FindingText
-from reports.conformity import ContenderSummary
+from reports.conformity import ImplementationSummary
 from reports.page_model import Summary
 from reports.records import VERDICTS
 
@@ -18,15 +18,15 @@ def build_findings_document(summary: Summary) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "headline": summary.headline,
-        "implementations": [_build_verdict(one) for one in summary.contenders],
+        "implementations": [_build_verdict(one) for one in summary.implementations],
         "findings": [_build_finding(text) for text in summary.findings],
     }
 
 
-def _build_verdict(one: ContenderSummary) -> dict[str, Any]:
+def _build_verdict(one: ImplementationSummary) -> dict[str, Any]:
     return {
-        "implementation": one.contender.implementation,
-        "platform": one.contender.platform,
+        "implementation": one.implementation.name,
+        "platform": one.implementation.platform,
         "verdict": one.conformity,
         "text": one.text,
         "reason": one.reason,
@@ -40,8 +40,8 @@ def _build_finding(text: FindingText) -> dict[str, Any]:
     diagnosis = text.diagnosis
     return {
         "number": text.number,
-        "implementation": finding.contender.implementation,
-        "platform": finding.contender.platform,
+        "implementation": finding.implementation.name,
+        "platform": finding.implementation.platform,
         "title": text.title,
         "facts": list(text.facts),
         "evidence": list(text.evidence),

@@ -18,7 +18,7 @@ from reports.changes import (
     format_transition,
     group_changes_by_cause,
 )
-from reports.record_groups import Contender, get_contender, group_by
+from reports.record_groups import JudgedImplementation, get_implementation, group_by
 from reports.records import Diagnosis, Record
 from reports.text_format import shorten_text
 
@@ -42,7 +42,7 @@ class Annotation:
 
     Attributes:
       kind: `ERROR_LEVEL` or `WARNING_LEVEL`.
-      contender: label of the contender (implementation and platform).
+      implementation: label of the implementation (its name and platform).
       title: what is wrong.
       lines: the lines of the message; empty ones are left out.
       count: the number of records that the finding covers.
@@ -50,7 +50,7 @@ class Annotation:
     """
 
     kind: str
-    contender: str
+    implementation: str
     title: str
     lines: tuple[str, ...]
     count: int
@@ -100,24 +100,23 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
     annotations = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
     changed = (change for change in found.regressions if change.kind != NEW_FAILURE)
     by_check = group_by(changed, _get_annotation_key)
-    for (kind, contender, check), group in sorted(by_check.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
+    for (kind, implementation, check), group in sorted(by_check.items(), key=lambda one: REGRESSIONS.index(one[0][0])):
         record = group[0].record
         first = f"{format_kind_count(len(group), kind)}: {format_transition(group[0])}, as in {record.case}"
         lines = (first, shorten_text(record.reason, longest=_MAX_REASON), record.reproduce)
-        title = f"{contender.label}: {check} {kind}"
-        annotations.append(Annotation(ERROR_LEVEL, contender.label, title, lines, len(group)))
+        title = f"{implementation.label}: {check} {kind}"
+        annotations.append(Annotation(ERROR_LEVEL, implementation.label, title, lines, len(group)))
     return annotations
 
 
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:
     """Format annotations as workflow commands, one per line.
 
-    At most `MAX_ANNOTATIONS` of each kind are formatted. The first annotation of each contender comes before the second
-    of any.
+    At most `MAX_ANNOTATIONS` of each kind are formatted. Each implementation's first one comes before any second one.
     """
     found = []
     for kind in (ERROR_LEVEL, WARNING_LEVEL):
-        ranked = _interleave_contenders([one for one in annotations if one.kind == kind])
+        ranked = _interleave_implementations([one for one in annotations if one.kind == kind])
         kept = ranked if len(ranked) <= MAX_ANNOTATIONS else ranked[: MAX_ANNOTATIONS - 1]
         found += [_format_command(one) for one in kept]
         if more := ranked[len(kept) :]:
@@ -127,25 +126,25 @@ def format_commands(annotations: Sequence[Annotation]) -> list[str]:
     return found
 
 
-def _get_annotation_key(change: Change) -> tuple[str, Contender, str]:
-    return change.kind, get_contender(change.record), change.record.check
+def _get_annotation_key(change: Change) -> tuple[str, JudgedImplementation, str]:
+    return change.kind, get_implementation(change.record), change.record.check
 
 
-def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """Order annotations: the first of each contender, then the second of each, and so on.
+def _interleave_implementations(annotations: Sequence[Annotation]) -> list[Annotation]:
+    """Order annotations: the first of each implementation, then the second of each, and so on.
 
-    Then a contender with many annotations cannot push out those of another.
+    Then an implementation with many annotations cannot push out those of another.
     """
     ranks: Counter[str] = Counter()
     ranked = []
     for one in annotations:
-        ranked.append((ranks[one.contender], one))
-        ranks[one.contender] += 1
+        ranked.append((ranks[one.implementation], one))
+        ranks[one.implementation] += 1
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _build_annotation(text: FindingText, find_place: FindPlace) -> Annotation:
-    finding, label, smallest = text.finding, text.finding.contender.label, text.finding.smallest
+    finding, label, smallest = text.finding, text.finding.implementation.label, text.finding.smallest
     reason = shorten_text(smallest.reason, longest=_MAX_REASON)
     lines = (*text.facts, *text.resemblance, f"smallest: {smallest.case}", reason, smallest.reproduce)
     kind = WARNING_LEVEL if finding.kind == UNEXPECTED else ERROR_LEVEL

@@ -14,7 +14,7 @@ from reports.template_environment import create_environment
 from reports.text_format import GLYPHS
 
 MAX_FINDINGS = 8
-MAX_CONTENDERS = 12
+MAX_IMPLEMENTATIONS = 12
 MAX_LINES = 8
 """Lines of a finding, beside its title and its command."""
 MAX_LENGTH = 300
@@ -38,7 +38,7 @@ def render_fragment(summary: Summary) -> str:
             states={CONFORMS: "pass", DOES_NOT_CONFORM: "fail"},
             glyphs=GLYPHS,
             red=(FAIL, ERROR),
-            max_contenders=MAX_CONTENDERS,
+            max_implementations=MAX_IMPLEMENTATIONS,
             max_lines=MAX_LINES,
             max_length=MAX_LENGTH,
             max_command=MAX_COMMAND,

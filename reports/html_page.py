@@ -53,7 +53,7 @@ RECORD_COLUMNS = (
     ("share", "of limit"),
     ("check", "check"),
     ("observable", "result"),
-    ("contender", "implementation"),
+    ("implementation", "implementation"),
 )
 """The columns of the table of records: the name in the page's script, and the heading."""
 _STATES = {
@@ -62,7 +62,7 @@ _STATES = {
     DOES_NOT_CONFORM: "fail",
     NOT_JUDGED: "unjudged",
 }
-"""The CSS class that colours each verdict on a contender."""
+"""The CSS class that colours each verdict on an implementation."""
 LEGEND = (
     ("pass", "passes, nothing red"),
     ("fail", "something is red"),

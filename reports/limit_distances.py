@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from reports.matrix_rows import CHECK_KINDS, group_rows
 from reports.measures import rank_dtype
 from reports.metrics import Metric, count_verdicts, find_worst_metric, rank_share
-from reports.record_groups import Contender, RecordGroups, group_by
+from reports.record_groups import JudgedImplementation, RecordGroups, group_by
 from reports.records import Record
 
-MAX_CONTENDERS_BY_CHECK = 3
-"""Up to so many contenders have a chart each, by check. More share one chart, with a row each."""
+MAX_CHARTS_BY_CHECK = 3
+"""Up to so many implementations have a chart each, by check. More share one chart, with a row each."""
 MAX_ROWS = 40
 
 
 @dataclasses.dataclass(frozen=True)
 class DistanceRow:
-    """One row of a chart: a check of a contender, or a whole contender.
+    """One row of a chart: a check of an implementation, or a whole implementation.
 
     Attributes:
-      name: the check, or the label of the contender.
+      name: the check, or the label of the implementation.
       by_dtype: for each dtype, the judged figure closest to its limit or furthest beyond it.
       red: how many records of the row are red.
       red_without_figure: how many of them have no figure, such as calls that raised.
@@ -43,7 +43,7 @@ class DistanceChart:
     """Rows of figures as multiples of their limits.
 
     Attributes:
-      title: the contender, or what the rows are.
+      title: the implementation, or what the rows are.
       noun: what a row is, `check` or `implementation`.
       dtypes: those that occur, in reading order.
       rows: in reading order; `hidden` more rows are left out.
@@ -59,22 +59,22 @@ class DistanceChart:
 
 
 def build_distance_charts(groups: RecordGroups) -> tuple[DistanceChart, ...]:
-    """Build a chart by check for each contender, or one chart of many contenders; none without figures.
+    """Build a chart by check for each implementation, or one chart of many implementations; none without figures.
 
     Expected failures are left out where anything else was judged, as in the column "worst" of the verdicts.
     """
-    contenders = tuple(groups.by_contender)
-    if len(contenders) > MAX_CONTENDERS_BY_CHECK:
-        records = {contender.label: found for contender, found in groups.by_contender.items()}
+    implementations = tuple(groups.by_implementation)
+    if len(implementations) > MAX_CHARTS_BY_CHECK:
+        records = {implementation.label: found for implementation, found in groups.by_implementation.items()}
         charts = [_build_chart("All implementations", "implementation", records)]
     else:
-        charts = [_build_chart(one.label, "check", _order_checks(groups, one)) for one in contenders]
+        charts = [_build_chart(one.label, "check", _order_checks(groups, one)) for one in implementations]
     return tuple(chart for chart in charts if chart.rows)
 
 
-def _order_checks(groups: RecordGroups, contender: Contender) -> dict[str, Sequence[Record]]:
-    """Return the records of each check of a contender, checks in the order of the matrix."""
-    found = {check: records for (one, check), records in groups.by_check.items() if one == contender}
+def _order_checks(groups: RecordGroups, implementation: JudgedImplementation) -> dict[str, Sequence[Record]]:
+    """Return the records of each check of an implementation, checks in the order of the matrix."""
+    found = {check: records for (one, check), records in groups.by_check.items() if one == implementation}
     return {check: found[check] for _, checks in group_rows(found, CHECK_KINDS) for check in checks}
 
 
@@ -82,9 +82,11 @@ def _build_chart(title: str, noun: str, groups: Mapping[str, Sequence[Record]]) 
     rows = [_build_row(name, records) for name, records in groups.items()]
     shown = [row for row in rows if row.by_dtype or row.red]
     # Rows without a figure and without a red record passed, or were not judged; only those that passed are named.
-    quiet = tuple(row.name for row in rows if not (row.by_dtype or row.red) and count_verdicts(groups[row.name]).judged)
+    without_figure = tuple(
+        row.name for row in rows if not (row.by_dtype or row.red) and count_verdicts(groups[row.name]).judged
+    )
     dtypes = tuple(sorted({dtype for row in shown for dtype in row.by_dtype}, key=rank_dtype))
-    return DistanceChart(title, noun, dtypes, tuple(shown[:MAX_ROWS]), max(0, len(shown) - MAX_ROWS), quiet)
+    return DistanceChart(title, noun, dtypes, tuple(shown[:MAX_ROWS]), max(0, len(shown) - MAX_ROWS), without_figure)
 
 
 def _build_row(name: str, records: Sequence[Record]) -> DistanceRow:

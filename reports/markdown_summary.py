@@ -1,6 +1,6 @@
 """Format the summary of a run as short Markdown, to be shown on the page of a CI job.
 
-The headline and warnings come first, then the findings, then the verdict and the counts of each contender.
+The headline and warnings come first, then the findings, then the verdict and the counts of each implementation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def format_markdown(summary: Summary) -> str:
     blocks = [f"## Attention conformance\n\n**{escape_inline(summary.headline)}**", _format_facts(summary)]
     blocks += _format_warnings(summary)
     blocks += _format_findings(summary)
-    if summary.contenders:
+    if summary.implementations:
         blocks += [_format_verdicts(summary), _format_counts(summary)]
     blocks += [f"- {escape_inline(note)}" for note in summary.run.notes[:MAX_NOTES]]
-    blocks += [f"{escape_inline(rows.contender.label)}: {escape_inline(rows.text)}." for rows in summary.undecided_rows]
-    blocks += [f"{escape_inline(d.contender.label)}: {escape_inline(d.text)}." for d in summary.flag_differences]
+    blocks += [f"{escape_inline(r.implementation.label)}: {escape_inline(r.text)}." for r in summary.undecided_rows]
+    blocks += [f"{escape_inline(d.implementation.label)}: {escape_inline(d.text)}." for d in summary.flag_differences]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -50,8 +50,8 @@ def _format_warnings(summary: Summary) -> list[str]:
 
 def _format_verdicts(summary: Summary) -> str:
     return "\n".join(
-        f"- {CONFORMITY_GLYPHS[one.conformity]} **{escape_inline(one.contender.label)}** {escape_inline(one.text)}"
-        for one in summary.contenders
+        f"- {CONFORMITY_GLYPHS[one.conformity]} **{escape_inline(one.implementation.label)}** {escape_inline(one.text)}"
+        for one in summary.implementations
     )
 
 
@@ -61,8 +61,8 @@ def _format_counts(summary: Summary) -> str:
         format_row("---", *["---:"] * (len(VERDICTS) + 1)),
     ]
     rows += [
-        format_row(escape_inline(one.contender.label), *_format_verdict_counts(one.counts))
-        for one in summary.contenders
+        format_row(escape_inline(one.implementation.label), *_format_verdict_counts(one.counts))
+        for one in summary.implementations
     ]
     return "\n".join([*rows, format_row("**all**", *_format_verdict_counts(summary.total))])
 
@@ -81,7 +81,7 @@ def _format_findings(summary: Summary) -> list[str]:
 
 def _format_finding(text: FindingText) -> str:
     finding, smallest = text.finding, text.finding.smallest
-    lines = [f"{text.number}. **{escape_inline(f'{finding.contender.label}: {text.title}')}**"]
+    lines = [f"{text.number}. **{escape_inline(f'{finding.implementation.label}: {text.title}')}**"]
     lines += [f"   - {escape_inline(fact)}" for fact in (*text.facts, *text.resemblance)]
     lines += [f"   - {escape_inline(f'{smallest.check}/{smallest.observable} {smallest.case}')}"]
     lines += [f"   - {escape_inline(line)}" for line in text.evidence]

@@ -1,4 +1,4 @@
-"""Build the two matrices of the HTML page: features by contenders, and checks by contenders.
+"""Build the two matrices of the HTML page: features by implementations, and checks by implementations.
 
 Each cell has the counts of its records, its worst error figure, and the records to show first.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from reports.matrix_rows import CHECK_KINDS, FEATURE_KINDS, group_rows
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, rank_record, rank_share
-from reports.record_groups import NO_FEATURE, Contender, RecordGroups, list_record_features
+from reports.record_groups import NO_FEATURE, JudgedImplementation, RecordGroups, list_record_features
 from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 SHOWN_PER_CELL = 3
@@ -23,7 +23,7 @@ _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixCell:
-    """A cell of a matrix: the records of one contender for one feature or one check.
+    """A cell of a matrix: the records of one implementation for one feature or one check.
 
     Attributes:
       counts: the number of records by verdict.
@@ -54,7 +54,7 @@ class MatrixCell:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """The sort key of the cell among those of its contender, the worst first.
+        """The sort key of the cell among those of its implementation, the worst first.
 
         The key has the state, the largest error figure as a share of its limit, and the number of red records. A red
         cell without an error figure ranks worst, for example one in which every call raised.
@@ -65,21 +65,21 @@ class MatrixCell:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of features or of checks (rows) by contenders (columns).
+    """A matrix of features or of checks (rows) by implementations (columns).
 
     Attributes:
       kind: `feature` or `check`.
-      contenders: the columns.
+      implementations: the columns.
       groups: pairs of a kind of row, such as `mask`, and the rows of that kind.
-      cells: the cells by contender and row; there is no cell where there are no records.
-      ranks: the place of a cell among those of its contender, the worst first; equal cells share a place.
+      cells: the cells by implementation and row; there is no cell where there are no records.
+      ranks: the place of a cell among those of its implementation, the worst first; equal cells share a place.
     """
 
     kind: str
-    contenders: tuple[Contender, ...]
+    implementations: tuple[JudgedImplementation, ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...]
-    cells: Mapping[tuple[Contender, str], MatrixCell]
-    ranks: Mapping[tuple[Contender, str], int]
+    cells: Mapping[tuple[JudgedImplementation, str], MatrixCell]
+    ranks: Mapping[tuple[JudgedImplementation, str], int]
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -88,11 +88,11 @@ class Matrix:
 
 
 def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
-    """Build the matrix of features by contenders, and the matrix of checks by contenders.
+    """Build the matrix of features by implementations, and the matrix of checks by implementations.
 
     A record counts in the row of each of its features.
     """
-    ranked = {contender: sorted(records, key=rank_for_table) for contender, records in groups.by_contender.items()}
+    ranked = {one: sorted(records, key=rank_for_table) for one, records in groups.by_implementation.items()}
     features = _list_rows(itertools.chain.from_iterable(map(list_record_features, groups.records)))
     checks = _list_rows(record.check for record in groups.records)
     return (
@@ -118,20 +118,20 @@ def _list_rows(names: Iterable[str]) -> tuple[str, ...]:
 
 def _build_matrix(
     kind: str,
-    ranked: Mapping[Contender, Sequence[Record]],
+    ranked: Mapping[JudgedImplementation, Sequence[Record]],
     rows: Sequence[tuple[str, tuple[str, ...]]],
     list_rows: Callable[[Record], Iterable[str]],
 ) -> Matrix:
-    """Build a matrix from the records of each contender, in the order of the table (`rank_for_table`)."""
+    """Build a matrix from the records of each implementation, in the order of the table (`rank_for_table`)."""
     numbers = {row: number for number, row in enumerate(row for _, found in rows for row in found)}
     cells = {}
-    for place, (contender, records) in enumerate(ranked.items()):
+    for place, (implementation, records) in enumerate(ranked.items()):
         by_row: dict[str, list[Record]] = {}
         for record in records:
             for row in list_rows(record):
                 by_row.setdefault(row, []).append(record)
         for row, found in by_row.items():
-            cells[contender, row] = _build_cell(found, f"records-{place}-{kind}-{numbers[row]}")
+            cells[implementation, row] = _build_cell(found, f"records-{place}-{kind}-{numbers[row]}")
     return Matrix(kind, tuple(ranked), tuple(rows), cells, _rank_cells(cells))
 
 
@@ -147,12 +147,14 @@ def _build_cell(ranked: Sequence[Record], anchor: str) -> MatrixCell:
     )
 
 
-def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple[Contender, str], int]:
-    ranks: dict[Contender, set[tuple[int, float, int]]] = {}
-    for (contender, _), cell in cells.items():
-        ranks.setdefault(contender, set()).add(cell.rank)
+def _rank_cells(
+    cells: Mapping[tuple[JudgedImplementation, str], MatrixCell],
+) -> dict[tuple[JudgedImplementation, str], int]:
+    ranks: dict[JudgedImplementation, set[tuple[int, float, int]]] = {}
+    for (implementation, _), cell in cells.items():
+        ranks.setdefault(implementation, set()).add(cell.rank)
     places = {one: {each: place for place, each in enumerate(sorted(found))} for one, found in ranks.items()}
-    return {(contender, row): places[contender][cell.rank] for (contender, row), cell in cells.items()}
+    return {(implementation, row): places[implementation][cell.rank] for (implementation, row), cell in cells.items()}
 
 
 def _list_reasons(records: Iterable[Record]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.operand_registry import GRADIENTS, OBSERVABLES
 from reports.metrics import Metric, find_decisive_metric, rank_share
-from reports.record_groups import Contender, RecordGroups
+from reports.record_groups import JudgedImplementation, RecordGroups
 from reports.records import JUDGED, Record
 
 DTYPES = ("f32", "bf16", "f16")
@@ -74,7 +74,7 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCell:
-    """The largest errors of one gradient of one contender in one dtype.
+    """The largest errors of one gradient of one implementation in one dtype.
 
     `ratio` is judged. `ratio_flash` is not: it is the error against the backward pass that is recomputed from the
     implementation's own saved `out` and `logsumexp`.
@@ -89,22 +89,22 @@ class GradientCell:
 
 @dataclasses.dataclass(frozen=True)
 class GradientTable:
-    """The errors of gradients, by contender and observable (rows) and dtype (columns); `hidden` rows are left out."""
+    """The errors of gradients: by implementation and observable (rows), and dtype (columns); without `hidden` rows."""
 
-    rows: tuple[tuple[Contender, str], ...]
+    rows: tuple[tuple[JudgedImplementation, str], ...]
     dtypes: tuple[str, ...]
-    cells: Mapping[tuple[Contender, str, str], GradientCell]
+    cells: Mapping[tuple[JudgedImplementation, str, str], GradientCell]
     hidden: int
 
 
 @dataclasses.dataclass(frozen=True)
 class MarginRow:
-    """The margins by which the cases of one contender discriminate between right and simple wrong results.
+    """The margins by which the cases of one implementation discriminate between right and simple wrong results.
 
     `buckets` has the number of cases between successive `MARGIN_EDGES`.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     cases: int
     least: float
     median: float
@@ -114,11 +114,11 @@ class MarginRow:
 
 @dataclasses.dataclass(frozen=True)
 class CostTable:
-    """Seconds spent on judging, by check (rows, the most expensive first) and contender (columns)."""
+    """Seconds spent on judging, by check (rows, the most expensive first) and implementation (columns)."""
 
-    contenders: tuple[Contender, ...]
+    implementations: tuple[JudgedImplementation, ...]
     checks: tuple[str, ...]
-    seconds: Mapping[tuple[Contender, str], float]
+    seconds: Mapping[tuple[JudgedImplementation, str], float]
 
     @property
     def total(self) -> float:
@@ -126,12 +126,12 @@ class CostTable:
         return math.fsum(self.seconds.values())
 
     def sum_check(self, check: str) -> float:
-        """Return the seconds of one check over all contenders."""
-        return math.fsum(self.seconds.get((contender, check), 0.0) for contender in self.contenders)
+        """Return the seconds of one check over all implementations."""
+        return math.fsum(self.seconds.get((implementation, check), 0.0) for implementation in self.implementations)
 
-    def sum_contender(self, contender: Contender) -> float:
-        """Return the seconds of one contender over all checks."""
-        return math.fsum(self.seconds.get((contender, check), 0.0) for check in self.checks)
+    def sum_implementation(self, implementation: JudgedImplementation) -> float:
+        """Return the seconds of one implementation over all checks."""
+        return math.fsum(self.seconds.get((implementation, check), 0.0) for check in self.checks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _build_distribution(dtype: str, observable: str, records: Sequence[Record]) 
 def _build_gradient_table(groups: RecordGroups) -> GradientTable:
     """Build the table of gradient ratios against the exact and the recomputed (flash) backward pass."""
     cells = {}
-    for (contender, observable, dtype), records in groups.by_gradient.items():
+    for (implementation, observable, dtype), records in groups.by_gradient.items():
         judged = [
             record
             for record in records
@@ -220,7 +220,7 @@ def _build_gradient_table(groups: RecordGroups) -> GradientTable:
             and (record.observable in GRADIENTS or record.ratio_flash is not None)
         ]
         if judged:
-            cells[contender, observable, dtype] = _build_gradient_cell(judged)
+            cells[implementation, observable, dtype] = _build_gradient_cell(judged)
     rows = sorted({key[:2] for key in cells}, key=lambda row: (row[0], rank_observable(row[1])))
     dtypes = tuple(sorted({key[2] for key in cells}, key=rank_dtype))
     return GradientTable(tuple(rows[:_MAX_GRADIENT_ROWS]), dtypes, cells, max(0, len(rows) - _MAX_GRADIENT_ROWS))
@@ -237,8 +237,8 @@ def _build_gradient_cell(records: Sequence[Record]) -> GradientCell:
 
 
 def _build_margins(groups: RecordGroups) -> Iterator[MarginRow]:
-    """Yield the margins of each contender's cases. A case counts once, by its smallest margin."""
-    for contender, records in groups.by_contender.items():
+    """Yield the margins of each implementation's cases. A case counts once, by its smallest margin."""
+    for implementation, records in groups.by_implementation.items():
         smallest: dict[str, float] = {}
         for record in records:
             if record.margin is not None:
@@ -246,10 +246,10 @@ def _build_margins(groups: RecordGroups) -> Iterator[MarginRow]:
                 margin = 0.0 if math.isnan(record.margin) else record.margin
                 smallest[record.case] = min(margin, smallest.get(record.case, math.inf))
         if smallest:
-            yield _build_margin_row(contender, smallest)
+            yield _build_margin_row(implementation, smallest)
 
 
-def _build_margin_row(contender: Contender, smallest: Mapping[str, float]) -> MarginRow:
+def _build_margin_row(implementation: JudgedImplementation, smallest: Mapping[str, float]) -> MarginRow:
     ordered = sorted(smallest.values())
     edges = (-math.inf, *MARGIN_EDGES, math.inf)
     buckets = tuple(
@@ -257,16 +257,16 @@ def _build_margin_row(contender: Contender, smallest: Mapping[str, float]) -> Ma
         for low, high in itertools.pairwise(edges)
     )
     weakest = min(smallest, key=lambda case: (smallest[case], case))
-    return MarginRow(contender, len(ordered), ordered[0], find_quantile(ordered, 0.5), buckets, weakest)
+    return MarginRow(implementation, len(ordered), ordered[0], find_quantile(ordered, 0.5), buckets, weakest)
 
 
 def _build_cost_table(groups: RecordGroups) -> CostTable:
     seconds = {key: math.fsum(record.seconds for record in records) for key, records in groups.by_check.items()}
     totals: dict[str, float] = {}
-    for contender, check in sorted(seconds):
-        totals[check] = totals.get(check, 0.0) + seconds[contender, check]
+    for implementation, check in sorted(seconds):
+        totals[check] = totals.get(check, 0.0) + seconds[implementation, check]
     checks = sorted(totals, key=lambda check: (-totals[check], check))
-    return CostTable(tuple(groups.by_contender), tuple(checks), seconds)
+    return CostTable(tuple(groups.by_implementation), tuple(checks), seconds)
 
 
 def _find_largest(values: Iterable[float | None]) -> float | None:

@@ -129,7 +129,7 @@ def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
 def find_worst_metric(records: Iterable[Record]) -> Metric | None:
     """Return the worst judged error figure of all records except expected failures.
 
-    Expected failures count only if nothing else was judged. If they always counted, a contender that conforms could
+    Expected failures count only if nothing else was judged. If they always counted, a conforming implementation could
     show an error figure beyond its limit. That figure would also hide near misses in other cases.
     """
     judged = [record for record in records if record.verdict in JUDGED]

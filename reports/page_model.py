@@ -17,10 +17,10 @@ from typing import Any
 from reports import section_summaries
 from reports.causes.finding import classify_record
 from reports.causes.finding_text import FindingText, describe_finding, list_evidence
-from reports.causes.root_causes import find_contender_causes
+from reports.causes.root_causes import find_implementation_causes
 from reports.compiled_section import CompiledSection, build_compiled_section
 from reports.conformity import (
-    ContenderSummary,
+    ImplementationSummary,
     summarize_run,
 )
 from reports.detection_section import Detection, build_detection
@@ -29,7 +29,13 @@ from reports.limit_distances import DistanceChart, build_distance_charts
 from reports.matrices import Matrix, build_matrices
 from reports.measures import Measures, build_measures
 from reports.metrics import Counts, count_verdicts, rank_failure
-from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
+from reports.record_groups import (
+    JudgedImplementation,
+    RecordGroups,
+    group_by_implementation,
+    group_by_result,
+    group_records,
+)
 from reports.record_query import RecordFiles
 from reports.records import EXPECTED_FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
 from reports.records.measurement import Measurement
@@ -49,17 +55,17 @@ _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K\d+\.H(\d+)\.V\d+")
 
 @dataclasses.dataclass(frozen=True)
 class UndecidedRows:
-    """Rows of a contender's results that were not judged: rounding could change which keys their queries select.
+    """Rows of an implementation's results that were not judged: rounding could change which keys their queries select.
 
     Attributes:
-      contender: the contender.
+      implementation: the implementation.
       cases: how many cases have such rows.
       rows: how many such rows there are.
       of_rows: how many rows these cases have in total.
       worst_case: the case with the largest share of such rows.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     cases: int
     rows: int
     of_rows: int
@@ -74,15 +80,15 @@ class UndecidedRows:
 
 @dataclasses.dataclass(frozen=True)
 class FlagDifference:
-    """Judgements of a contender that differ between compiler flags. The judgements under JAX's own flags count.
+    """Judgements of an implementation that differ between compiler flags. The judgements under JAX's own flags count.
 
     Attributes:
-      contender: the contender.
+      implementation: the implementation.
       count: the number of these judgements.
       smallest: the record among them whose case is smallest.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     count: int
     smallest: Record
 
@@ -107,10 +113,10 @@ class Summary:
       headline: one sentence about the whole run.
       state: whether the run is complete, and to which part of its level it was narrowed.
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
-      contenders: the verdict on each contender, in the order of their names.
+      implementations: the verdict on each implementation, in the order of their names.
       findings: the causes of all red records.
-      undecided_rows: rows of results that were not judged, by contender.
-      flag_differences: judgements that depend on the compiler's flags, by contender.
+      undecided_rows: rows of results that were not judged, by implementation.
+      flag_differences: judgements that depend on the compiler's flags, by implementation.
     """
 
     run: RunInfo
@@ -119,7 +125,7 @@ class Summary:
     headline: str
     state: str
     shortfall: str
-    contenders: tuple[ContenderSummary, ...]
+    implementations: tuple[ImplementationSummary, ...]
     findings: tuple[FindingText, ...]
     undecided_rows: tuple[UndecidedRows, ...]
     flag_differences: tuple[FlagDifference, ...]
@@ -127,17 +133,17 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class FailureGroup:
-    """Records of one contender, check, observable and verdict, worst first.
+    """Records of one implementation, check, observable and verdict, worst first.
 
     Attributes:
-      contender, check, observable, verdict: those of the records.
+      implementation, check, observable, verdict: those of the records.
       records: all records of the group.
       shown: how many of them the page shows if its script does not run.
       common_features: the features that all their cases have.
       evidence: error figures and reason of the worst record, one per line.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     check: str
     observable: str
     verdict: str
@@ -168,9 +174,9 @@ class FindingPanel:
 
 @dataclasses.dataclass(frozen=True)
 class ReasonGroup:
-    """A reason why records of one contender were not judged: `count` records have it, the first in case `example`."""
+    """A reason why records of an implementation were not judged: `count` have it, the first in case `example`."""
 
-    contender: Contender
+    implementation: JudgedImplementation
     verdict: str
     reason: str
     count: int
@@ -208,7 +214,7 @@ class Page:
       files: the files of records that commands on the page read.
       findings: the findings with their records.
       expected: groups of expected failures.
-      features, checks: the matrices of features by contenders, and of checks by contenders.
+      features, checks: the matrices of features by implementations, and of checks by implementations.
       cases: the cases that have an HTML anchor on the page; `cases_hidden` more have none.
       reasons: reasons why records were not judged; `reasons_hidden` more are left out.
       measures: tables of the spread of ratios, gradients, margins and cost.
@@ -250,8 +256,8 @@ class Page:
 def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     """Build the summary that every report of a run shows, from the run's records."""
     groups = group_records(records)
-    found = summarize_run(groups.by_contender, run)
-    causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
+    found = summarize_run(groups.by_implementation, run)
+    causes = find_implementation_causes(groups.by_implementation, group_by_implementation(run.probes))
     option = spell_diagnose_option(run.command)
     return Summary(
         run=run,
@@ -260,7 +266,7 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         headline=found.headline,
         state=found.state,
         shortfall=found.shortfall,
-        contenders=found.contenders,
+        implementations=found.implementations,
         findings=tuple(
             describe_finding(number, finding, run.diagnoses.get(finding.key), option=option)
             for number, finding in enumerate(causes, 1)
@@ -284,7 +290,7 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
       summary: the summary of the run.
       measurements: timings from the command `bench`, to be shown beside the records.
       file: the files of records that commands on the page read, quoted for a shell. If the run record names the files
-        of a contender, the commands for that contender read them instead.
+        of an implementation, the commands for that implementation read them instead.
     """
     groups, run = summary.groups, summary.run
     names = {label: " ".join(map(shlex.quote, paths)) for label, paths in run.files.items()}
@@ -334,7 +340,7 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
 
 
 def build_failure_groups(
-    groups: Mapping[tuple[Contender, str, str, str], Sequence[Record]], *, cap: int
+    groups: Mapping[tuple[JudgedImplementation, str, str, str], Sequence[Record]], *, cap: int
 ) -> tuple[FailureGroup, ...]:
     """Rank the records of each group, worst first, and choose at most `cap` records to be shown.
 
@@ -370,7 +376,7 @@ def _build_panel(text: FindingText) -> FindingPanel:
 
 
 def _list_reasons(groups: RecordGroups) -> tuple[ReasonGroup, ...]:
-    """List the reasons why records were not judged, the most frequent reasons of a contender and verdict first."""
+    """List the reasons why records were not judged, the most frequent of an implementation and verdict first."""
     found = groups.by_reason
     order = sorted(found, key=lambda key: (key[0], key[1], -len(found[key]), key[2]))
     return tuple(ReasonGroup(*key, count=len(found[key]), example=found[key][0].case) for key in order)
@@ -383,9 +389,9 @@ def _list_cases(groups: RecordGroups) -> list[CaseCounts]:
 
 
 def _find_undecided_rows(groups: RecordGroups) -> tuple[UndecidedRows, ...]:
-    """Find the rows of results that no record judges, for each contender; each case counts once."""
+    """Find the rows of results that no record judges, for each implementation; each case counts once."""
     found = []
-    for contender, records in groups.by_contender.items():
+    for implementation, records in groups.by_implementation.items():
         cases = {
             record.case: (record.figures["undecided_rows"], record.figures["rows"])
             for record in records
@@ -394,17 +400,17 @@ def _find_undecided_rows(groups: RecordGroups) -> tuple[UndecidedRows, ...]:
         if cases:
             rows, of_rows = (int(math.fsum(column)) for column in zip(*cases.values(), strict=True))
             worst = max(cases, key=lambda case: cases[case][0] / cases[case][1])
-            found.append(UndecidedRows(contender, len(cases), rows, of_rows, worst))
+            found.append(UndecidedRows(implementation, len(cases), rows, of_rows, worst))
     return tuple(found)
 
 
 def _find_flag_differences(groups: RecordGroups) -> tuple[FlagDifference, ...]:
-    """Find the judgements of each contender that differ by the compiler's flags."""
+    """Find the judgements of each implementation that differ by the compiler's flags."""
     found = []
-    for contender, records in groups.by_contender.items():
+    for implementation, records in groups.by_implementation.items():
         if differing := [record for record in records if FLAGS_DIFFER in record.figures]:
             smallest = min(differing, key=lambda record: (_compute_size(record.case), record.key))
-            found.append(FlagDifference(contender, len(differing), smallest))
+            found.append(FlagDifference(implementation, len(differing), smallest))
     return tuple(found)
 
 

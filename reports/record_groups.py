@@ -1,6 +1,6 @@
 """Group the records of a run once, by every key that the reports need.
 
-A contender is an implementation on a platform. An observable is a result that is judged, by name: `out`, `dq`, ...
+An implementation on two platforms is judged as two. An observable is the name of a judged result: `out`, `dq`, ...
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Contender(Struct, frozen=True, order=True, cache_hash=True):
-    """The subject of a verdict: one implementation on one platform.
+class JudgedImplementation(Struct, frozen=True, order=True, cache_hash=True):
+    """An implementation on one platform, which is what a verdict is about.
 
     Attributes:
-      implementation: the name of the implementation.
+      name: the name of the implementation.
       platform: the platform on which it was judged, such as `cpu`.
       run: distinguishes runs of different provenance (code, versions, machine); empty if there is only one.
     """
 
-    implementation: str
+    name: str
     platform: str
     run: str = ""
 
@@ -44,7 +44,7 @@ class Contender(Struct, frozen=True, order=True, cache_hash=True):
     @property
     def label(self) -> str:
         """The name of the implementation, followed by the platform and run in brackets."""
-        return f"{self.implementation} ({self.place})" if self.place else self.implementation
+        return f"{self.name} ({self.place})" if self.place else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Compilations:
 
     Attributes:
       records: all records of the check.
-      by_target: records by contender and target chip.
-      by_program: records by case and program, of all contenders and targets.
-      by_reason: records that did not pass, by contender, verdict and reason.
+      by_target: records by implementation and target chip.
+      by_program: records by case and program, of all implementations and targets.
+      by_reason: records that did not pass, by implementation, verdict and reason.
     """
 
     records: Sequence[Record]
-    by_target: Mapping[tuple[Contender, str], Sequence[Record]]
+    by_target: Mapping[tuple[JudgedImplementation, str], Sequence[Record]]
     by_program: Mapping[tuple[str, str], Sequence[Record]]
-    by_reason: Mapping[tuple[Contender, str, str], Sequence[Record]]
+    by_reason: Mapping[tuple[JudgedImplementation, str, str], Sequence[Record]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,33 +70,33 @@ class RecordGroups:
 
     Attributes:
       records: all records.
-      by_contender: records by contender, contenders in the order of their names.
+      by_implementation: records by implementation, implementations in the order of their names.
       by_case: records by case id.
-      by_check: records by contender and check.
+      by_check: records by implementation and check.
       by_dtype: records by dtype and observable.
-      by_gradient: records by contender, observable and dtype.
-      by_reason: unsupported and unjudged records by contender, verdict and reason.
+      by_gradient: records by implementation, observable and dtype.
+      by_reason: unsupported and unjudged records by implementation, verdict and reason.
       compilations: records of the check `compiles`.
     """
 
     records: Sequence[Record]
-    by_contender: Mapping[Contender, Sequence[Record]]
+    by_implementation: Mapping[JudgedImplementation, Sequence[Record]]
     by_case: Mapping[str, Sequence[Record]]
-    by_check: Mapping[tuple[Contender, str], Sequence[Record]]
+    by_check: Mapping[tuple[JudgedImplementation, str], Sequence[Record]]
     by_dtype: Mapping[tuple[str, str], Sequence[Record]]
-    by_gradient: Mapping[tuple[Contender, str, str], Sequence[Record]]
-    by_reason: Mapping[tuple[Contender, str, str], Sequence[Record]]
+    by_gradient: Mapping[tuple[JudgedImplementation, str, str], Sequence[Record]]
+    by_reason: Mapping[tuple[JudgedImplementation, str, str], Sequence[Record]]
     compilations: Compilations
 
 
-def get_contender(record: Record) -> Contender:
-    """Return the contender that a record is about."""
-    return _build_contender(record.implementation, record.platform, record.run)
+def get_implementation(record: Record) -> JudgedImplementation:
+    """Return the implementation that a record is about."""
+    return _build_judged_implementation(record.implementation, record.platform, record.run)
 
 
 @functools.lru_cache(maxsize=4096)
-def _build_contender(implementation: str, platform: str, run: str) -> Contender:
-    return Contender(implementation, platform, run)
+def _build_judged_implementation(name: str, platform: str, run: str) -> JudgedImplementation:
+    return JudgedImplementation(name, platform, run)
 
 
 def get_target(record: Record) -> str:
@@ -127,15 +127,15 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, lis
     return groups
 
 
-def group_by_contender(records: Iterable[Record]) -> dict[Contender, list[Record]]:
-    """Group records by contender, contenders in the order of their names."""
-    groups = group_by(records, get_contender)
-    return {contender: groups[contender] for contender in sorted(groups)}
+def group_by_implementation(records: Iterable[Record]) -> dict[JudgedImplementation, list[Record]]:
+    """Group records by implementation, implementations in the order of their names."""
+    groups = group_by(records, get_implementation)
+    return {implementation: groups[implementation] for implementation in sorted(groups)}
 
 
-def group_by_result(records: Iterable[Record]) -> dict[tuple[Contender, str, str, str], list[Record]]:
-    """Group records by contender, check, observable and verdict."""
-    return group_by(records, lambda record: (get_contender(record), record.check, record.observable, record.verdict))
+def group_by_result(records: Iterable[Record]) -> dict[tuple[JudgedImplementation, str, str, str], list[Record]]:
+    """Group records by implementation, check, observable and verdict."""
+    return group_by(records, lambda r: (get_implementation(r), r.check, r.observable, r.verdict))
 
 
 def group_records(records: Sequence[Record]) -> RecordGroups:
@@ -143,11 +143,11 @@ def group_records(records: Sequence[Record]) -> RecordGroups:
     without_judgement = (record for record in records if record.verdict in (UNSUPPORTED, UNJUDGED))
     return RecordGroups(
         records=records,
-        by_contender=group_by_contender(records),
+        by_implementation=group_by_implementation(records),
         by_case=group_by(records, lambda record: record.case),
-        by_check=group_by(records, lambda record: (get_contender(record), record.check)),
+        by_check=group_by(records, lambda record: (get_implementation(record), record.check)),
         by_dtype=group_by(records, lambda record: (record.dtype, record.observable)),
-        by_gradient=group_by(records, lambda record: (get_contender(record), record.observable, record.dtype)),
+        by_gradient=group_by(records, lambda record: (get_implementation(record), record.observable, record.dtype)),
         by_reason=group_by(without_judgement, _get_reason),
         compilations=_group_compilations([record for record in records if record.check == COMPILES]),
     )
@@ -156,11 +156,11 @@ def group_records(records: Sequence[Record]) -> RecordGroups:
 def _group_compilations(records: Sequence[Record]) -> Compilations:
     return Compilations(
         records=records,
-        by_target=group_by(records, lambda record: (get_contender(record), get_target(record))),
+        by_target=group_by(records, lambda record: (get_implementation(record), get_target(record))),
         by_program=group_by(records, lambda record: (record.case, get_program(record))),
         by_reason=group_by((record for record in records if record.verdict != PASS), _get_reason),
     )
 
 
-def _get_reason(record: Record) -> tuple[Contender, str, str]:
-    return get_contender(record), record.verdict, record.reason
+def _get_reason(record: Record) -> tuple[JudgedImplementation, str, str]:
+    return get_implementation(record), record.verdict, record.reason

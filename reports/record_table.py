@@ -17,7 +17,7 @@ from reports import text_format
 from reports.matrices import rank_for_table
 from reports.metrics import find_decisive_metric
 from reports.page_model import Page
-from reports.record_groups import NO_FEATURE, get_contender
+from reports.record_groups import NO_FEATURE, get_implementation
 from reports.record_query import SELECT_RUNS
 from reports.records import PASS, RED, VERDICTS, Record
 
@@ -48,9 +48,9 @@ def serialize_records(page: Page) -> Markup:
     """Serialize the records of a page as JSON text that is safe inside an HTML element."""
     records = page.summary.groups.records
     numbers = {record.key: panel.text.number for panel in page.findings for record in panel.text.finding.records}
-    contenders, files = page.features.contenders, page.files
+    implementations, files = page.features.implementations, page.files
     names = {
-        "contenders": _NumberedValues(contenders),
+        "implementations": _NumberedValues(implementations),
         "checks": _NumberedValues(page.checks.rows),
         "observables": _NumberedValues(),
         "features": _NumberedValues(page.features.rows),
@@ -67,9 +67,8 @@ def serialize_records(page: Page) -> Markup:
         "total": len(records),
         "verdicts": [[verdict, text_format.GLYPHS[verdict]] for verdict in VERDICTS],
         "red": [VERDICTS.index(verdict) for verdict in sorted(RED)],
-        "contenders": [
-            [one.label, one.implementation, one.platform, files.get_files(one), files.format_runs(one)]
-            for one in contenders
+        "implementations": [
+            [one.label, one.name, one.platform, files.get_files(one), files.format_runs(one)] for one in implementations
         ],
         "of_runs": SELECT_RUNS,
         "cases": [[case, [features.get_number(x) for x in found]] for case, found in names["cases"].values],
@@ -84,9 +83,9 @@ def serialize_records(page: Page) -> Markup:
 def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding: int, longest: int) -> list[Any]:
     """Serialize one record as a list.
 
-    The items are the indices of its contender, check, observable, verdict and case; its error figure as a share of the
-    limit; the number of its finding; the indices of its texts; and the index of its command. Trailing zeros and empty
-    lists are left out.
+    The items are the indices of its implementation, check, observable, verdict and case; its error figure as a share of
+    the limit; the number of its finding; the indices of its texts; and the index of its command. Trailing zeros and
+    empty lists are left out.
     """
     metric = find_decisive_metric(record)
     texts = names["texts"]
@@ -94,7 +93,7 @@ def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding
     lines += [text_format.format_pattern(record), text_format.shorten_text(record.reason, longest=longest)]
     usual = f"python -m conformance run --impl={record.implementation} --case={record.case} --check={record.check}"
     row = [
-        names["contenders"].get_number(get_contender(record)),
+        names["implementations"].get_number(get_implementation(record)),
         names["checks"].get_number(record.check),
         names["observables"].get_number(record.observable),
         VERDICTS.index(record.verdict),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import output_files
-from reports.conformity import ContenderSummary
+from reports.conformity import ImplementationSummary
 from reports.matrix_rows import CHECK_KINDS
 from reports.printable_text import make_all_printable
 from reports.record_groups import group_by, list_record_features
@@ -140,7 +140,7 @@ def find_finding(record: Record) -> str:
 
 
 def summarize_function(
-    contender: ContenderSummary,
+    summary: ImplementationSummary,
     records: Sequence[Record],
     declared: Sequence[str] = (),
     speed: Mapping[str, float] | None = None,
@@ -148,7 +148,7 @@ def summarize_function(
     """Summarize the records of one function.
 
     Args:
-      contender: the verdict on the function.
+      summary: the verdict on the function.
       records: its records.
       declared: what it declares below the defaults, in words.
       speed: how fast it was, as `FunctionResult.speed` has it; None if it was not timed.
@@ -161,10 +161,10 @@ def summarize_function(
     known = group_by((record for record in records if record.verdict == EXPECTED_FAIL), find_finding)
     by_dtype = group_by((r for r in records if r.verdict == PASS and r.ratio is not None), lambda r: r.dtype)
     return FunctionResult(
-        function=contender.contender.implementation,
-        platform=contender.contender.platform,
-        conformity=contender.conformity,
-        text=contender.text,
+        function=summary.implementation.name,
+        platform=summary.implementation.platform,
+        conformity=summary.conformity,
+        text=summary.text,
         declared=", ".join(declared),
         cells=cells,
         precision={dtype: found for dtype, ones in by_dtype.items() if (found := _measure(ones)) is not None},

@@ -13,7 +13,7 @@ from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
 from reports.page_model import Summary
 from reports.printable_text import make_printable
-from reports.record_groups import get_contender
+from reports.record_groups import get_implementation
 from reports.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record
 from reports.records.measurement import AGREES, TIMED, Measurement
 from reports.speed_section import SpeedPanel, build_speed_panels
@@ -56,7 +56,7 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
       page: path of the HTML page, empty if there is none.
     """
     _print_findings(summary, console, page)
-    if summary.contenders:
+    if summary.implementations:
         _print_table(_build_table(summary), console, console.options)
     _print_remarks(summary, console)
     facts = (
@@ -118,20 +118,20 @@ def _print_table(table: Table, console: Console, options: ConsoleOptions) -> Non
 
 
 def _print_remarks(summary: Summary, console: Console) -> None:
-    """Print remarks on the counts, such as why a contender could not be judged."""
-    for one in summary.contenders:
+    """Print remarks on the counts, such as why an implementation could not be judged."""
+    for one in summary.implementations:
         if one.reason:
             reason = shorten_text(one.reason, longest=_MAX_REASON)
-            console.print(Text(f"{one.contender.label}: {reason}", style="dim"), soft_wrap=True)
-    for one in summary.contenders if len(summary.contenders) > 1 else ():
+            console.print(Text(f"{one.implementation.label}: {reason}", style="dim"), soft_wrap=True)
+    for one in summary.implementations if len(summary.implementations) > 1 else ():
         if one.declared:
-            text = f"{one.contender.label} declares {one.declared}"
+            text = f"{one.implementation.label} declares {one.declared}"
             console.print(Text(text, style="dim"), soft_wrap=True)
     for difference in summary.flag_differences:
-        text = f"{difference.contender.label}: {difference.text}"
+        text = f"{difference.implementation.label}: {difference.text}"
         console.print(Text(text, style="yellow"), soft_wrap=True)
     for rows in summary.undecided_rows:
-        console.print(Text(f"{rows.contender.label}: {rows.text}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"{rows.implementation.label}: {rows.text}", style="yellow"), soft_wrap=True)
     if summary.run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     elif summary.shortfall:
@@ -143,16 +143,16 @@ def _print_remarks(summary: Summary, console: Console) -> None:
 def _build_table(summary: Summary) -> Table:
     total = summary.total
     present = [verdict for verdict in VERDICTS if total[verdict]]
-    table = Table(show_footer=len(summary.contenders) > 1, box=None, pad_edge=False)
+    table = Table(show_footer=len(summary.implementations) > 1, box=None, pad_edge=False)
     table.add_column("implementation", footer="all", overflow="fold")
     table.add_column("verdict")
     for verdict in present:
         table.add_column(verdict, footer=f"{total[verdict]:,}", justify="right", no_wrap=True)
     table.add_column("sum", footer=f"{total.total:,}", justify="right", no_wrap=True)
-    for one in summary.contenders:
+    for one in summary.implementations:
         verdict_text = Text(f"{CONFORMITY_GLYPHS[one.conformity]} {one.text}", style=_STYLES[one.conformity])
         counts = [_format_verdict_count(one.counts[verdict], verdict) for verdict in present]
-        table.add_row(Text(one.contender.label), verdict_text, *counts, Text(f"{one.counts.total:,}"))
+        table.add_row(Text(one.implementation.label), verdict_text, *counts, Text(f"{one.counts.total:,}"))
     return table
 
 
@@ -185,7 +185,7 @@ def _print_finding(text: FindingText, console: Console) -> None:
         _print_failure(finding.records[0], text.resemblance, console)
         return
     title = Text(f"{GLYPHS[smallest.verdict]} {text.number} ", style="bold red")
-    title.append(f"{finding.contender.label}: {text.title}", style="bold")
+    title.append(f"{finding.implementation.label}: {text.title}", style="bold")
     console.print(title, soft_wrap=True)
     lines = (*text.facts, f"{smallest.check}/{smallest.observable} {smallest.case}", *text.evidence)
     for line in (*lines[:MAX_LINES], *text.resemblance):
@@ -196,7 +196,7 @@ def _print_finding(text: FindingText, console: Console) -> None:
 
 def _print_failure(record: Record, resemblance: Sequence[str], console: Console) -> None:
     title = Text(f"{GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
-    title.append(f"{get_contender(record).label} {record.check}/{record.observable}", style="bold")
+    title.append(f"{get_implementation(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title, soft_wrap=True)
     remedy = f"would pass with the declaration {record.remedy}" if record.remedy else ""
     facts = (record.case, format_judged(record), format_worst(record), format_pattern(record), remedy)

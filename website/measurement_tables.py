@@ -77,7 +77,7 @@ def format_smallest_errors() -> str:
 
 def format_bugs_beyond() -> str:
     """Say how many of the planted bugs beyond the grids are seen, and list those that are not."""
-    beyond: dict[str, list[str] | str] = _read_json("tests/planted/beyond/kills.json")
+    beyond: dict[str, list[str] | str] = _read_json("tests/planted/beyond/detections.json")
     levels = collections.Counter(
         "not seen" if isinstance(seen, str) else seen[3] if len(seen) > 3 else "quick" for seen in beyond.values()
     )

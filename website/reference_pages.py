@@ -79,7 +79,7 @@ def format_checks() -> str:
     """Format all checks as a table, in the order in which they run."""
     from conformance.checks import CHECKS
 
-    rows = ((f"[`{check.name}`](#{check.name})", check.question, check.scope.about) for check in CHECKS)
+    rows = ((f"[`{check.name}`](#{check.name})", check.about, check.scope.about) for check in CHECKS)
     return _format_table(("check", "what it is", "runs on"), rows)
 
 

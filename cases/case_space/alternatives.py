@@ -14,7 +14,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES
-from cases.case_space.clue_numbers import NO_CLUES, Clues
+from cases.case_space.code_numbers import NO_CODE_NUMBERS, CodeNumbers
 from cases.mask_spec import KINDS
 from cases.operand_registry import OPTIONAL
 from cases.score_functions import CAPPING
@@ -51,7 +51,7 @@ class Space:
       unequal_lengths: the supported answers to whether T differs from S.
       v_head_dim: the supported answers to whether V differs from H.
       length_step, depth_step: all lengths, and all depths, are multiples of this number.
-      clues: numbers found in the implementation; sizes near them are drawn too.
+      code_numbers: numbers found in the implementation; sizes near them are drawn too.
     """
 
     phases: tuple[str, ...]
@@ -66,7 +66,7 @@ class Space:
     depth_step: int
     operands: Mapping[str, tuple[Any, ...]]
     distributions: tuple[str, ...]
-    clues: Clues = NO_CLUES
+    code_numbers: CodeNumbers = NO_CODE_NUMBERS
 
 
 def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:

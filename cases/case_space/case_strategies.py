@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from cases.case import Case
 from cases.case_fields import PHASES
 from cases.case_space.alternatives import NothingToDraw, Space, Supports, build_space
-from cases.case_space.clue_numbers import NO_CLUES, Clues
+from cases.case_space.code_numbers import NO_CODE_NUMBERS, CodeNumbers
 from cases.mask_spec import KINDS
 from cases.masks import Mask
-from cases.operand_registry import QUIET
+from cases.operand_registry import ABSENCE_IGNORED
 from cases.optional_operands.bias_operand import HIDING
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
 
-LONGEST = 600  # the longest length that is drawn without a clue
+LONGEST = 600  # the longest length that is drawn without a code number
 _USUAL = 300  # the longest length that is drawn often
 # Time and memory of the oracle grow with B * N * T * S. Heads and batch rows are drawn so that the product stays below
 # this, since a case takes seconds beyond it.
@@ -38,14 +38,14 @@ _BLOCKS = (32, 64, 128)
 # by 1%. Among more keys, such an error hides a fault in one key.
 _LONGEST_HUGE = 128
 _MANY_QUERIES = 16  # the fewest queries of a case whose values have the distribution `levels`
-# Limits that keep cases cheap. Lengths near a clue (a number found in the kernel) may be long. `_MOST_PAIRS` bounds
-# T * S, and such cases have few heads. If a length is above `_LONG`, depths are small.
+# Limits that keep cases cheap. Lengths near a code number (a number found in the kernel) may be long. `_MOST_PAIRS`
+# bounds T * S, and such cases have few heads. If a length is above `_LONG`, depths are small.
 _MOST_PAIRS = 1_400_000
 _LONG = 2048
 _LITTLE_DEPTHS = (8, 16, 64, 128)  # the first two supported ones are used
 _BRIEF = (1, 16, 40, 64, 100, 128)  # lengths of the shorter side if the other is long
 _MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
-# The usual magnitude of the largest logits at scale 1 and usual depths: a clue is divided by it to give a scale.
+# The usual magnitude of the largest logits at scale 1 and usual depths: a code number is divided by it to give a scale.
 _LOGIT = 16
 _LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
@@ -55,20 +55,22 @@ _T = TypeVar("_T")
 
 
 def draw_cases(
-    supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES, clues: Clues = NO_CLUES
+    supports: Supports = lambda case: None,
+    phases: tuple[str, ...] = PHASES,
+    code_numbers: CodeNumbers = NO_CODE_NUMBERS,
 ) -> st.SearchStrategy[Case]:
     """Return the strategy of cases of the given phases that `supports` accepts.
 
     Args:
       supports: returns why a case is not supported, or None if it is.
       phases: the phases to draw from.
-      clues: numbers found in a kernel; sizes, masks, caps and scales near them are drawn too.
+      code_numbers: numbers found in a kernel; sizes, masks, caps and scales near them are drawn too.
 
     Raises:
       cases.case_space.alternatives.NothingToDraw: not even one of the plainest cases is supported.
     """
     try:
-        within = dataclasses.replace(build_space(supports, phases), clues=clues)
+        within = dataclasses.replace(build_space(supports, phases), code_numbers=code_numbers)
     except NothingToDraw:
         # An implementation that takes operands in a storage form supports no dense case.
         forms = load_all_form_cases().values()
@@ -102,7 +104,7 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
     for field, levels in within.operands.items():
         if field == "kv_cache" and phase == "train":  # a quantised cache has no gradients
             continue
-        if field in QUIET and len(levels) == 1:  # so that other kernels' cases do not depend on it
+        if field in ABSENCE_IGNORED and len(levels) == 1:  # so that other kernels' cases do not depend on it
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
@@ -169,18 +171,19 @@ def _draw_short_length(within: Space, length: int = 1) -> int:
 def _draw_length(within: Space) -> st.SearchStrategy[int]:
     """Return the strategy of lengths, mostly up to 300, sometimes up to 600.
 
-    Multiples of usual block sizes, their neighbours, and lengths near clues are drawn more often than other lengths.
+    Multiples of usual block sizes, their neighbours, and lengths near code numbers are drawn more often than other
+    lengths.
     """
     step = within.length_step
     if step > 1:
         usual = st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
-        beside = sorted({-(-x // step) * step for x in within.clues.lengths + within.clues.far})
+        beside = sorted({-(-x // step) * step for x in within.code_numbers.lengths + within.code_numbers.far})
         return usual if not beside else st.one_of(usual, st.sampled_from(beside))
     usual = st.integers(1, _USUAL)
     ways = [usual, _draw_near_block(), _draw_near_block(), st.integers(1, 24), st.integers(1, LONGEST)]
-    if within.clues.integers:
-        ways += [st.sampled_from(within.clues.exact)] * 4 + [st.sampled_from(within.clues.lengths)] * 3
-    if far := within.clues.far:
+    if within.code_numbers.integers:
+        ways += [st.sampled_from(within.code_numbers.exact)] * 4 + [st.sampled_from(within.code_numbers.lengths)] * 3
+    if far := within.code_numbers.far:
         ways += [st.sampled_from(far)] * 2
     return st.one_of(*ways)
 
@@ -205,28 +208,28 @@ def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, in
 
 
 def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of counts of heads or batch rows: at most `usual` and `room`, or near a clue.
+    """Return the strategy of counts of heads or batch rows: at most `usual` and `room`, or near a code number.
 
     Args:
-      of: `heads` or `batch`, which decides the largest count near a clue.
-      usual: the largest count that is not near a clue.
+      of: `heads` or `batch`, which decides the largest count near a code number.
+      usual: the largest count that is not near a code number.
       room: the largest count that keeps the case cheap.
       within: the alternatives to draw from.
     """
     few = st.integers(1, max(1, min(usual, room)))
-    beside = within.clues.list_counts(min(_MOST_COUNTED[of], room))
+    beside = within.code_numbers.list_counts(min(_MOST_COUNTED[of], room))
     return st.one_of(few, few, st.sampled_from(beside)) if beside else few
 
 
 def _draw_depth(within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of depths H and V: any in a range, usual ones, and ones near clues."""
+    """Return the strategy of depths H and V: any in a range, usual ones, and ones near code numbers."""
     step = within.depth_step
     low, high = _DEPTHS
     if step > 1:
         return st.integers(math.ceil(low / step), high // step).map(lambda n: n * step)
     ways = [st.integers(low, high), st.sampled_from(_USUAL_DEPTHS)]
-    if within.clues:
-        beside = [n for n in within.clues.list_counts(_MOST_COUNTED["depth"]) if n >= low]
+    if within.code_numbers:
+        beside = [n for n in within.code_numbers.list_counts(_MOST_COUNTED["depth"]) if n >= low]
         ways.append(st.sampled_from(sorted({*_OTHER_DEPTHS, *beside})))
     return st.one_of(*ways)
 
@@ -250,8 +253,8 @@ _NUMBERS = {
 
 
 def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
-    """Return the strategy of soft caps or scales: usual ones, and ones that bring logits near a clue."""
-    levels = within.clues.levels
+    """Return the strategy of soft caps or scales: usual ones, and ones that bring logits near a code number."""
+    levels = within.code_numbers.levels
     if field == "scale":
         levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
     return st.one_of(_NUMBERS[field], _NUMBERS[field], st.sampled_from(levels)) if levels else _NUMBERS[field]
@@ -262,17 +265,17 @@ def draw_mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, 
     """Draw a mask spec that fits the lengths: mostly one mask, else two or three joined by `_and_` and `_or_`."""
     unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
-    # If there are clues, draw the masks for which kernels have their own code paths more often.
-    common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
+    # If there are code numbers, draw the masks for which kernels have their own code paths more often.
+    common = [kind for kind in _COMMON_MASKS if kind in fitting and within.code_numbers]
     kind = draw(st.sampled_from([*fitting, *common * 3]))
     spec = draw(_draw_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind not in ("full", "own")]
     if kind in ("full", "own") or not within.joints:  # `own` has positions per batch row, other masks do not
         return spec
-    for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
+    for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.code_numbers else (0, 0, 0, 1, 1, 2)))):
         # Masks that count queries along the sequence do not combine with those in load-balanced order.
-        apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
-        partners = [partner for partner in partners if partner not in apart]
+        excluded = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
+        partners = [partner for partner in partners if partner not in excluded]
         if not partners:
             break
         kind = draw(st.sampled_from(partners))
@@ -297,7 +300,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         sizes = [size for size in range(1, 9) if q_length % (2 * size) == 0]
         return f"balanced-{draw(st.sampled_from(sizes))}"
     if kind in ("lengths", "own"):
-        beside = [kv_length - n for n in reversed(within.clues.lengths) if n <= kv_length]
+        beside = [kv_length - n for n in reversed(within.code_numbers.lengths) if n <= kv_length]
         left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
         missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # the last batch row has at least one key
@@ -308,10 +311,10 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         ahead = draw(st.integers(0, kv_length - q_length))
         return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
     offset = draw(_draw_offset(q_length, kv_length)) if kind in within.offsets else ""
-    if within.clues and draw(st.booleans()):  # kernels have their own code paths for masks without an offset
+    if within.code_numbers and draw(st.booleans()):  # kernels have their own code paths for masks without an offset
         offset = ""
     if kind == "window":
-        sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.clues.lengths) else [])]
+        sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.code_numbers.lengths) else [])]
         side = st.one_of(*sides).map(str) | st.just("inf")
         return f"window-l{draw(side)}-r{draw(side)}{offset}"
     ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 
 from cases import mask_spec
 from cases.case import Case
-from cases.case_space.clue_numbers import Clues
+from cases.case_space.code_numbers import CodeNumbers
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import OPTIONAL
 
 Pair = tuple[str, str]
 _BLOCKS = (256, 128, 64, 8)
-# How many new pairs of marks a size near a new clue counts as.
-_NEW_CLUE = 10
+# How many new pairs of marks a size near a new code number counts as.
+_NEW_NUMBER = 10
 
 
 def find_marks(case: Case) -> frozenset[str]:
@@ -48,7 +48,7 @@ def find_marks(case: Case) -> frozenset[str]:
     for operand in OPTIONAL:
         value = getattr(case, operand.field)
         if value == operand.absent:
-            if not operand.is_quiet:
+            if not operand.is_absence_ignored:
                 found.add(f"no {operand.name}")
         elif operand.number is not None:
             found.add(f"{operand.name} 1e{math.floor(math.log10(value))}")
@@ -68,8 +68,8 @@ def _hides_whole_rows(case: Case) -> bool:
     return not mask.dense(case.q_length, case.kv_length).any(axis=-1).all()
 
 
-def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
-    """Return the clues that sizes of the case are near, each as text with the name of the size: `T 2*128+1`."""
+def find_number_marks(case: Case, code_numbers: CodeNumbers) -> frozenset[str]:
+    """Return the code numbers that sizes of the case are near, each as text with the name of the size: `T 2*128+1`."""
     sizes = {
         "T": case.q_length,
         "S": case.kv_length,
@@ -78,10 +78,10 @@ def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
         "N": case.num_q_heads,
         "B": case.batch,
     }
-    found = {f"{name} {near}" for name, size in sizes.items() if (near := clues.describe_size(size))}
-    far = {*clues.far, *clues.exact}
+    found = {f"{name} {near}" for name, size in sizes.items() if (near := code_numbers.describe_size(size))}
+    far = {*code_numbers.far, *code_numbers.exact}
     found |= {f"{name} {size}" for name, size in sizes.items() if size in far}
-    if case.soft_cap in clues.levels:
+    if case.soft_cap in code_numbers.levels:
         found.add(f"soft_cap {case.soft_cap:g}")
     return frozenset(found)
 
@@ -94,31 +94,31 @@ def pair_marks(found: Iterable[str]) -> frozenset[Pair]:
 class Novelty:
     """The pairs of marks that occurred in the grid's cases and in the cases judged since."""
 
-    def __init__(self, grid: Iterable[Case], clues: Clues) -> None:
-        """Start with the pairs of marks of all cases of `grid`; `clues` are the numbers found in the kernel."""
-        self._clues = clues
+    def __init__(self, grid: Iterable[Case], code_numbers: CodeNumbers) -> None:
+        """Start with the pairs of marks of all cases of `grid`; `code_numbers` are the numbers found in the kernel."""
+        self._code_numbers = code_numbers
         self._gridded = frozenset().union(*(pair_marks(find_marks(case)) for case in grid))
         self._met = set(self._gridded)
-        self._beside: set[Pair] = set()  # pairs of a clue with a mark or another clue
+        self._beside: set[Pair] = set()  # pairs of a code number with a mark or another code number
         self.used: set[str] = set()
-        """The clues that sizes of judged cases were near, as `find_clue_marks` writes them."""
+        """The code numbers that sizes of judged cases were near, as `find_number_marks` writes them."""
 
     def count_new(self, case: Case) -> int:
-        """Count the pairs of marks that no earlier case had; each new clue counts as several pairs."""
-        found, clues = find_marks(case), find_clue_marks(case, self._clues)
-        new = len(pair_marks(found) - self._met) + len(_pair_with_clues(clues, found) - self._beside)
-        return new + _NEW_CLUE * len(clues - self.used)
+        """Count the pairs of marks that no earlier case had; each new code number counts as several pairs."""
+        found, code_numbers = find_marks(case), find_number_marks(case, self._code_numbers)
+        new = len(pair_marks(found) - self._met) + len(_pair_with_numbers(code_numbers, found) - self._beside)
+        return new + _NEW_NUMBER * len(code_numbers - self.used)
 
     def find_best(self, among: Sequence[Case]) -> Case:
         """Return the case with the highest count of `count_new`; of equal ones, the first."""
         return max(among, key=self.count_new)
 
     def add_case(self, case: Case) -> None:
-        """Record the marks and clues of a case that was judged."""
-        found, clues = find_marks(case), find_clue_marks(case, self._clues)
+        """Record the marks and code numbers of a case that was judged."""
+        found, code_numbers = find_marks(case), find_number_marks(case, self._code_numbers)
         self._met |= pair_marks(found)
-        self._beside |= _pair_with_clues(clues, found)
-        self.used |= clues
+        self._beside |= _pair_with_numbers(code_numbers, found)
+        self.used |= code_numbers
 
     @property
     def beyond(self) -> int:
@@ -126,9 +126,9 @@ class Novelty:
         return len(self._met - self._gridded)
 
 
-def _pair_with_clues(clues: Iterable[str], found: Iterable[str]) -> frozenset[Pair]:
-    """Return the pairs of each clue with each mark, and of each clue with each other clue."""
-    return frozenset(itertools.product(clues, found)) | pair_marks(clues)
+def _pair_with_numbers(code_numbers: Iterable[str], found: Iterable[str]) -> frozenset[Pair]:
+    """Return the pairs of each code number with each mark, and of each code number with each other code number."""
+    return frozenset(itertools.product(code_numbers, found)) | pair_marks(code_numbers)
 
 
 def _format_length(name: str, length: int) -> str:

@@ -56,10 +56,10 @@ OPERAND = OptionalOperand(
     description="ALiBi: logits fall with the distance of query and key, by a slope for each query head",
     words="alibi_slopes",
     grid_levels=(True,),
-    rich_level=True,
+    combined_level=True,
     is_rare=True,
     opt_in=True,
-    is_quiet=True,
+    is_absence_ignored=True,
     is_positional=True,
     vmap="alibi_slopes",
     # Under a causal mask, ALiBi's term is a number for each key plus one for each query. The latter cancels in the

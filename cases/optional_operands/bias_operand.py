@@ -107,7 +107,7 @@ OPERAND = OptionalOperand(
     traits={kind: tuple(_iter_traits(kind)) for kind in BIASES},
     # `biasinf` is in the grid of sizes. With both here, so many cases had a bias that faults were named worse.
     grid_levels=("bias", "biashead", "biaskey", "biasfirst"),
-    rich_level="biashead",
+    combined_level="biashead",
     vmap="kv",
     draw=_draw,
     validate=_validate,

@@ -54,7 +54,7 @@ OPERAND = OptionalOperand(
         "segmany": ("many short segments",),
     },
     grid_levels=("seg", "segpad"),
-    rich_level="seg",
+    combined_level="seg",
     vmap="segments",
     draw=_draw,
     validate=_validate,

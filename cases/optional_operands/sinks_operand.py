@@ -1,7 +1,7 @@
 """The operand `sinks`: one learned logit for each query head, which joins the denominator of the softmax.
 
 A sink is neither scaled nor capped nor masked. It belongs to no key, so it is neither a term nor a factor of the logits
-here. The oracle adds it to the softmax (`conformance.truth.oracle.Slab.sinks`).
+here. The oracle adds it to the softmax (`conformance.truth.oracle.HeadGroup.sinks`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ OPERAND = OptionalOperand(
     words="sinks",
     traits={"sinksedge": ("sinks as large or as low as f32 allows",)},
     grid_levels=(True, EXTREME),
-    rich_level=True,
+    combined_level=True,
     stored=True,
     vmap="sinks",
     draw=_draw,

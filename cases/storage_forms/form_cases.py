@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Caches = tuple[str | None, ...]
 """Formats of quantised caches, as in `Case.kv_cache`; None is a cache in the dtype of the operands."""
 SAVED = ("residuals",)
-"""The checks that judge a signature case's residuals."""
+"""The checks that judge an error profile case's residuals."""
 SAVED_WITH_GRADIENT = ("residuals", "gradients_lse")
-"""The checks that judge a signature case's residuals and its gradients for a cotangent of `logsumexp`."""
+"""The checks that judge an error profile case's residuals and its gradients for a cotangent of `logsumexp`."""
 BEHIND_MASK = ("residuals", "poison")
-"""The checks that judge a signature case's residuals, and whether memory behind the mask affects results."""
+"""The checks that judge an error profile case's residuals, and whether memory behind the mask affects results."""
 TraceStep = tuple[tuple[int, int, int], ...]
 """One call of a server's trace: `(request, first query, one past its last query)` for each sequence of the call."""
 
@@ -52,8 +52,8 @@ class FormCases:
       build_compiled: builds the cases that are compiled for accelerators.
       build_interpreted: builds the cases that run in the accelerators' interpreters, in groups. From each group, the
         first case that a kernel supports is used.
-      signature_cases: pairs of a case id without its seed, and the checks beside `forward` and `gradients` that judge
-        the case (`cases.signature_cases`).
+      error_profile_cases: pairs of a case id without its seed, and the checks beside `forward` and `gradients` that
+        judge the case (`cases.error_profile_cases`).
     """
 
     models: tuple[Model, Model]
@@ -70,7 +70,7 @@ class FormCases:
     iter_trace_layouts: Callable[[Case, Sequence[TraceStep], tuple[int, int, int]], Iterator[Storage]] | None = None
     build_compiled: Callable[[], tuple[Case, ...]] = tuple
     build_interpreted: Callable[[], tuple[tuple[Case, ...], ...]] = tuple
-    signature_cases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    error_profile_cases: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def load_form_cases(form: str) -> FormCases:

@@ -19,10 +19,10 @@ SYNTAX = "|".join(form.syntax for form in FORMS.values()) + "[-qL-...]"
 """The syntax of a storage in a case id, for messages."""
 
 
-def read_storage(part: str) -> StorageSpec | None:
-    """Parse a part of a case id as a storage, without checking its sizes; return None if it is no storage."""
+def read_storage(component: str) -> StorageSpec | None:
+    """Parse a component of a case id as a storage, without checking its sizes; return None if it is no storage."""
     for form in FORMS.values():
-        if found := form.pattern.fullmatch(part):
+        if found := form.pattern.fullmatch(component):
             lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
             return StorageSpec(
                 form.name, int(found[2]) if found[2] else None, found[1] != form.prefixes[False], lengths
@@ -31,10 +31,10 @@ def read_storage(part: str) -> StorageSpec | None:
 
 
 def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
-    """Parse the part of a case id that names the storage, and check that it fits the sizes of the case.
+    """Parse the component of a case id that names the storage, and check that it fits the sizes of the case.
 
     Args:
-      text: the part of the case id.
+      text: the component of the case id.
       batch: the number of sequences.
       q_length: the largest number of queries of a sequence.
 

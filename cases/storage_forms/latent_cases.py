@@ -98,9 +98,9 @@ def _assemble(levels: Mapping[str, Any], seed: int) -> Case:
 def _build_model(*own: Axis, strongest: int = 4) -> Model:
     usual = {axis.name: axis for axis in VALUE_AXES}
     shared = (VALUES, usual["dtype"], usual["soft_cap"], usual["sinks"], SCALE)
-    segments = Axis("segments", (None, "seg"), rich="seg")
-    mask = Axis("mask", tuple(_MASKS), rich="window")
-    bias = Axis("bias", (None, "bias", "biashead", *HIDING), rich="biashead")
+    segments = Axis("segments", (None, "seg"), combined="seg")
+    mask = Axis("mask", tuple(_MASKS), combined="window")
+    bias = Axis("bias", (None, "bias", "biashead", *HIDING), combined="biashead")
     return Model((*own, mask, segments, *shared, bias), is_compatible, _assemble, strongest)
 
 
@@ -178,7 +178,7 @@ CASES = FormCases(
     plain=Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
     draw_cases=_draw_cases,
     other_masks=("window-l9-r0", "window-l2-r0", "causal", "full"),
-    signature_cases=(
+    error_profile_cases=(
         # Training, training with optional operands and in bf16, a chunk of a prompt, and decode.
         (f"train/f32/{_SIZES}/full/scale0.144/latent/normal", SAVED_WITH_GRADIENT),
         (f"train/f32/{_SIZES}/causal/seg/scale0.144/latent/normal", ()),

@@ -33,14 +33,14 @@ DEEPSEEK_DEPTHS = (576, 512)
 DEPTHS = Axis(
     "depths",
     (Sizes(80, 64), Sizes(192, 128), Sizes(40, 32), Sizes(64, 64), Sizes(576, 512, Sizes(80, 64))),
-    rich=Sizes(80, 64),
+    combined=Sizes(80, 64),
 )
 HEADS = Axis(
     "heads",
     (Sizes(4, 1), Sizes(16, 1), Sizes(1, 1), Sizes(5, 1), Sizes(128, 1, Sizes(4, 1))),
-    rich=Sizes(4, 1),
+    combined=Sizes(4, 1),
 )
-SCALE = Axis("scale", (0.144, 0.072, 0.3), rich=0.072)
+SCALE = Axis("scale", (0.144, 0.072, 0.3), combined=0.072)
 # The distribution `cancel` is left out: it needs values that cancel although their keys are nearly equal. In latents,
 # nearly equal keys have nearly equal values.
 VALUES = Axis("distribution", tuple(name for name in STORED_DISTRIBUTIONS if name != "cancel"), cheap=True)
@@ -168,7 +168,7 @@ CASES = FormCases(
     iter_trace_layouts=paged_cases.iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K1.H80.V64/own-linf-48-33-15/scale0.144/latent16/normal", SAVED),
         (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/scale0.3/latent16-q13-1-1-9/normal", ()),

@@ -110,7 +110,9 @@ _PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
 CASES = FormCases(
     models=(
-        build_model("packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, rich=5), FIRST, *HEAD_AXES, *VALUE_AXES),
+        build_model(
+            "packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, combined=5), FIRST, *HEAD_AXES, *VALUE_AXES
+        ),
         build_model(
             "packed", Axis("shape", _SIZES), Axis("window", ("inf", 31, None)), FIRST, *VALUE_AXES, strongest=2
         ),
@@ -144,7 +146,7 @@ CASES = FormCases(
     },
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         # Training, training without a causal mask, training with empty sequences, prefill, and training in bf16.
         (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", SAVED_WITH_GRADIENT),
         (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),

@@ -68,13 +68,13 @@ _HEAD_AXES = tuple(
     dataclasses.replace(axis, levels=(*axis.levels, further))
     for axis, further in zip(HEAD_AXES, ((6, 1), (72, 40)), strict=True)
 )
-_SHARED = Axis("shared", (False, True), rich=True)
+_SHARED = Axis("shared", (False, True), combined=True)
 MODELS: tuple[Model, Model] = (
     build_model(
         "paged",
         Axis("shape", _SHAPES),
         Axis("page", _PAGE_SIZES),
-        Axis("window", _WINDOWS, rich=15),
+        Axis("window", _WINDOWS, combined=15),
         FIRST,
         *_HEAD_AXES,
         *VALUE_AXES,
@@ -323,7 +323,7 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     )
 
 
-_SIGNATURE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
+_PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 
 
 CASES = FormCases(
@@ -365,31 +365,31 @@ CASES = FormCases(
     iter_trace_layouts=iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         # Mixed steps, decode, windows and optional operands, empty sequences, a long sequence, and bf16.
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/paged16/normal", SAVED),
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/shared16-q13-1-1-9/normal", SAVED),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/shared16-q13-1-1-9/normal", SAVED),
         ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/paged16-q1-0-5-0-1/normal", SAVED),
         ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/paged64/normal", ()),
-        (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/bf16/{_PROFILE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
         # The same with quantised pages that have a scale for each token and head.
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/kvint8-token/paged16/normal", SAVED),
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/kvfp8-token/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-l7-45-16-17-9/softcap2/kvfp8-token/paged16-q13-1-1-9/normal", ()),
         (
-            f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/kvint8-token/shared16-q13-1-1-9/normal",
+            f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/kvint8-token/shared16-q13-1-1-9/normal",
             (),
         ),
         ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/kvfp8-token/paged16-q1-0-5-0-1/normal", SAVED),
         ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/kvint8-token/paged64/normal", ()),
-        (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/bf16/{_PROFILE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
         # Quantised pages with one scale for all keys and one for all values.
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap2/kvfp8-tensor/paged16/normal", SAVED),
         # Steps for kernels that write pages: new tokens fill pages, and in the second, sequences share earlier pages.
-        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-32-33-9/paged16-q13-1-1-9/normal", SAVED),
+        (f"prefill/f32/{_PROFILE_SIZES}/own-linf-45-32-33-9/paged16-q13-1-1-9/normal", SAVED),
         ("prefill/f32/B2.T17.S49.N4.K2.H64.V64/own-linf-49-40/sinks/shared16-q17-1/normal", ()),
     ),
 )

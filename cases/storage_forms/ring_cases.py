@@ -79,7 +79,7 @@ def _build_ring_model(
 ) -> Model:
     """Build a covering-array model in which every ring holds all keys that its windows see."""
     # The number of slots varies along the axis `page`, which is the page size in other forms.
-    own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, rich=_FILL)
+    own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, combined=_FILL)
     usual = build_model("ring", *own, FIRST, *facts.pop("axes", ()), *VALUE_AXES, **facts)
 
     def compatible(levels: Mapping[str, Any]) -> bool:
@@ -242,7 +242,7 @@ CASES = FormCases(
     iter_trace_layouts=iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
-    signature_cases=(
+    error_profile_cases=(
         # Lengths around the number of slots, windows as wide as the ring and narrower, chunks, and short sequences.
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l15-45-16-17-9/ring16/normal", BEHIND_MASK),
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l7-45-32-33-9/sinks/ring16/normal", SAVED),

@@ -23,14 +23,14 @@ STORED_DISTRIBUTIONS = ("normal", "large", "dominant", "heavy", "small", "cancel
 VALUE_AXES = (
     Axis("distribution", STORED_DISTRIBUTIONS, cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),
-    Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
-    Axis("sinks", (False, True, EXTREME), rich=True),
-    Axis("scale", (None, 0.3), rich=0.3),
+    Axis("soft_cap", (None, 2.0, 30.0), combined=30.0),
+    Axis("sinks", (False, True, EXTREME), combined=True),
+    Axis("scale", (None, 0.3), combined=0.3),
 )
 HEAD_AXES = (
     # (15, 3) has an odd number of key/value heads, and groups whose size is odd.
-    Axis("heads", ((2, 2), (4, 2), (15, 3), (1, 1)), rich=(4, 2)),
-    Axis("depths", ((64, 64), (32, 32), (16, 48), (128, 128)), rich=(16, 48)),
+    Axis("heads", ((2, 2), (4, 2), (15, 3), (1, 1)), combined=(4, 2)),
+    Axis("depths", ((64, 64), (32, 32), (16, 48), (128, 128)), combined=(16, 48)),
 )
 _ROTATIONS = 3
 FIRST = Axis("first", tuple(range(_ROTATIONS)))

@@ -355,7 +355,7 @@ def cases(
       True
 
     Args:
-      query: a prefix of whole parts of an id; `*` is a wildcard.
+      query: the first components of an id; `*` is a wildcard.
       function: a kernel, for the cases that it is judged by: those with pages or other stored operands are only there
         for kernels that take these.
       level: the level of the grid.

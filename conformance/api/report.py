@@ -121,12 +121,12 @@ def build_report(name: str, result: SessionResult) -> Report:
     """Build the report of a session that judged one kernel."""
     reason = result.reason if result.how != COMPLETE else ""
     if result.exit_code == 0:
-        contenders = result.summary.contenders
-        known = any(one.conformity == conformity.KNOWN_FAILURES for one in contenders)
+        implementations = result.summary.implementations
+        known = any(one.conformity == conformity.KNOWN_FAILURES for one in implementations)
         verdict = conformity.KNOWN_FAILURES if known else conformity.CONFORMS
     elif result.exit_code == 1 or result.reason == FIRST_FAILURE:
         verdict = conformity.DOES_NOT_CONFORM
     else:
         verdict = conformity.NOT_JUDGED
-        reason = reason or next((one.reason for one in result.summary.contenders if one.reason), "nothing was judged")
+        reason = reason or next((x.reason for x in result.summary.implementations if x.reason), "nothing was judged")
     return Report(name, verdict, reason, build_findings(result), tuple(result.records), result)

@@ -192,10 +192,10 @@ FIRST = _build_scope(
     lambda grids: select_first_call_cases(grids.grid.singles, grids.implementation.supports),
     accepts_any_case=_accept_any,
 )
-RICH = _build_scope(
-    "rich",
+COMBINED = _build_scope(
+    "combined",
     "the case with every supported operand, and beyond quick a second one; one more for operands with their own cases",
-    lambda grids: (*grids.grid.rich, *(case for grid in grids.operand_grids for case in grid.rich)),
+    lambda grids: (*grids.grid.combined, *(case for grid in grids.operand_grids for case in grid.combined)),
     accepts_any_case=_accept_any,
 )
 BASE = _build_scope(
@@ -255,5 +255,5 @@ FEATURE = _build_scope(
     short=True,
 )
 
-SCOPES = (GRID, FIRST, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
+SCOPES = (GRID, FIRST, COMBINED, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

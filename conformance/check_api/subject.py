@@ -14,7 +14,7 @@ from cases.case import Case
 from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, judge_comparison
-from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_partial_cotangents, list_pullbacks
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Pullback, Subchecks, list_partial_cotangents, list_pullbacks
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
 from conformance.truth import kept_expectations
@@ -53,14 +53,14 @@ class Subject:
       executor: the object that runs the implementation, in this process or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
-      rotation: the selection of costly parts of checks that run on this case (`check_api.rotation`).
+      selection: the costly subchecks that run on this case (`check_api.subchecks`).
       needs_gradients: whether checks of this run will call `gradients`. Then one program computes them with `forward`.
     """
 
     executor: Executor
     case: Case
     tolerances: Tolerances
-    rotation: Rotation = FULL_ROTATION
+    selection: Subchecks = ALL_SUBCHECKS
     needs_gradients: bool = False
 
     @property
@@ -153,7 +153,7 @@ class Subject:
         out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
         lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
         parts = [
-            part for part in list_partial_cotangents(self.case, self._pullbacks) if part in self.rotation.cotangents
+            part for part in list_partial_cotangents(self.case, self._pullbacks) if part in self.selection.cotangents
         ]
         cotangents = {}
         if "plain" in self._pullbacks:
@@ -174,8 +174,8 @@ class Subject:
 
     @property
     def _pullbacks(self) -> tuple[Pullback, ...]:
-        """The differentiable calls that the rotation selects."""
-        return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pullbacks)
+        """The differentiable calls that `selection` names."""
+        return tuple(one for one in list_pullbacks(self.implementation, self.case) if one in self.selection.pullbacks)
 
     @property
     def full_cotangent(self) -> str:

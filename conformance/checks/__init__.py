@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.scopes import (
     BASE,
+    COMBINED,
     COMPILED,
     DECLINED,
     DECODED,
@@ -21,7 +22,6 @@ from conformance.check_api.scopes import (
     FRONT,
     GRID,
     INTERPRETED,
-    RICH,
     Scope,
 )
 from conformance.check_api.subject import Subject
@@ -74,7 +74,7 @@ class Check:
     compares: bool = True
 
     @property
-    def question(self) -> str:
+    def about(self) -> str:
         """The first line of the check function's docstring, which `list checks` shows."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
@@ -102,13 +102,13 @@ CHECKS: tuple[Check, ...] = (
     Check("errors", BASE, errors.check_errors),
     Check("memory", BASE, memory.check_memory),
     Check("program", BASE, program.check_program),
-    Check("aliasing", RICH, aliasing.check_aliasing),
-    Check("invariance", RICH, invariance.check_invariance),
-    Check("limits", RICH, limits.check_limits),
-    Check("differentiation", RICH, differentiation.check_differentiation),
-    Check("transforms", RICH, transforms.check_transforms),
-    Check("calls", RICH, calls.check_calls),
-    Check("sharding", RICH, sharding.check_sharding),
+    Check("aliasing", COMBINED, aliasing.check_aliasing),
+    Check("invariance", COMBINED, invariance.check_invariance),
+    Check("limits", COMBINED, limits.check_limits),
+    Check("differentiation", COMBINED, differentiation.check_differentiation),
+    Check("transforms", COMBINED, transforms.check_transforms),
+    Check("calls", COMBINED, calls.check_calls),
+    Check("sharding", COMBINED, sharding.check_sharding),
     Check("front_end", FRONT, front_end.check_front_end),
     Check("decoding", DECODED, decoding.check_decoding),
     Check("ensemble", ENSEMBLE, ensemble.check_ensemble),

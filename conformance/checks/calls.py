@@ -20,7 +20,7 @@ from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.stored_cases import list_other_masks
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
-from conformance.check_api.rotation import Rotation, list_pullbacks
+from conformance.check_api.subchecks import Subchecks, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import few_operand_calls
 from conformance.checks.forward import check_primal
@@ -261,8 +261,8 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
             refusals.append(refusal)
             continue
         pullbacks = list_pullbacks(subject.implementation, case)[-1:]
-        rotation = Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=(), visible_nan=False)
-        other = dataclasses.replace(subject, case=case, rotation=rotation)
+        selection = Subchecks(pullbacks=pullbacks, cotangents=(), laws=(), poisons=(), visible_nan=False)
+        other = dataclasses.replace(subject, case=case, selection=selection)
         if not other.has_gradients:
             yield from check_problem(other, other.problem)
             return

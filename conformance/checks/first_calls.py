@@ -1,7 +1,7 @@
 """Check `first_calls`: the calls that a user makes in the first minute, on one small, plain case.
 
 The check runs early, so a kernel that fails in plain use is red within seconds. Optional operands are left out, except
-where a question is about one. The checks `transforms` and `calls` make such calls with every operand that a kernel
+where a subcheck is about one. The checks `transforms` and `calls` make such calls with every operand that a kernel
 supports, and much later.
 """
 
@@ -34,8 +34,8 @@ _STORED = "this call needs dense operands, and the implementation takes stored o
 
 def check_first_calls(subject: Subject) -> Iterator[Judgement]:
     """Check `vmap`, NumPy views, another scale, one causal query, an open window, a shared bias and x64."""
-    for name, question in _SUBCHECKS.items():
-        yield from run_subcheck(name, functools.partial(question, subject))
+    for name, check in _SUBCHECKS.items():
+        yield from run_subcheck(name, functools.partial(check, subject))
 
 
 def _check_vmap(subject: Subject) -> Iterator[Judgement]:

@@ -3,9 +3,10 @@
 No oracle is needed. The check first repeats the call on the same operands (`repeated_calls`). A result that changes by
 that alone is a finding of its own, and is compared within its bounds from there on.
 
-Then the check makes another call, in which one part of the problem is unchanged: a batch row, a key/value head with its
+Then the check makes another call, in which one region of the problem is unchanged: a batch row, a key/value head with
+  its
 query heads, and a range of queries with the keys that they may attend to. Everything else gets other values. Within the
-part every operation has the same operands in the same order, so the part's results must be equal to the bit.
+region every operation has the same operands in the same order, so the region's results must be equal to the bit.
 
 If queries choose their keys (`cases.moba_mask`), results need not be equal to the bit. A kernel gathers the queries
 that chose the same chunk in one block. So the choices of other queries move a query to another row of a matrix product,
@@ -33,11 +34,11 @@ from reports.records import Worst
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """The part of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries.
+class _Region:
+    """The region of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries.
 
     Attributes:
-      name: the name of the part, the last part of the names of judgements such as `out.first`.
+      name: the name of the region, the last word of the names of judgements such as `out.first`.
       batch: the index of the batch row.
       kv_head: the index of the key/value head.
       heads: the query heads that read this key/value head.
@@ -53,27 +54,27 @@ class _Part:
 
 def check_independence(subject: Subject) -> Iterator[Judgement]:
     """Check that other batch rows, other heads and hidden keys change no bit of a result."""
-    if "independence" not in subject.rotation.laws:
+    if "independence" not in subject.selection.laws:
         return
     clean = _run_call(subject, subject.problem)
     names = tuple(clean.values)
     live = {name: _select_live(name, clean, subject) for name in names}
     changes = _repeat_call(subject, live)
     judgements = []
-    for part in _build_parts(subject.problem):
-        changed = _change_elsewhere(subject.problem, part, keys=True)
+    for region in _build_regions(subject.problem):
+        changed = _change_elsewhere(subject.problem, region, keys=True)
         if changed is None:
             continue
         got = _run_call(subject, changed)
         for name in names:
             if depends_on_data(subject.problem.mask):
-                judgements.append(_judge_accuracy(subject, part, name, got))
+                judgements.append(_judge_accuracy(subject, region, name, got))
                 continue
-            before, after = (_select_part(name, result, part, subject) for result in (clean, got))
-            judgement = _judge_bits(subject, part, name, before, after)
+            before, after = (_select_region(name, result, region, subject) for result in (clean, got))
+            judgement = _judge_bits(subject, region, name, before, after)
             if judgement.verdict == records.FAIL and name not in changes:
                 changes = {**changes, **_repeat_call(subject, live, repeated_calls.TRIES_BEFORE_BLAME)}
-            judgements.append(_judge_accuracy(subject, part, name, got) if name in changes else judgement)
+            judgements.append(_judge_accuracy(subject, region, name, got) if name in changes else judgement)
     for name in names:
         bound = subject.expectation.forward[name].bound
         yield repeated_calls.judge_repetition(name, live[name], changes, bound)
@@ -95,7 +96,7 @@ def _repeat_call(subject: Subject, live: Values, tries: int = 1) -> Values:
 
 def _check_gradients(subject: Subject) -> Iterator[Judgement]:
     """Check that the same call gives the same gradients, and that other batch rows and heads change no bit of them."""
-    part = _build_parts(subject.problem)[0]
+    region = _build_regions(subject.problem)[0]
     cotangent = subject.cotangents[subject.full_cotangent]
     clean, exact = subject.gradients(subject.full_cotangent), subject.get_expected_gradients(subject.full_cotangent)
     unordered = subject.implementation.unordered_sums
@@ -106,20 +107,20 @@ def _check_gradients(subject: Subject) -> Iterator[Judgement]:
         return subject.run_gradients(subject.problem, cotangent).values
 
     changes = repeated_calls.find_changes(clean.values, repeat, ordered) if ordered else {}
-    changed = _change_elsewhere(subject.problem, part, keys=False)
+    changed = _change_elsewhere(subject.problem, region, keys=False)
     judgements = []
     if changed is not None:
-        got = subject.run_gradients(changed, _change_cotangent_elsewhere(cotangent, part))
+        got = subject.run_gradients(changed, _change_cotangent_elsewhere(cotangent, region))
         for name in names:
-            heads = part.heads if name == "dq" else part.kv_head
-            before, after = (result.values[name][part.batch, :, heads] for result in (clean, got))
-            judgement = _judge_bits(subject, part, name, before, after)
+            heads = region.heads if name == "dq" else region.kv_head
+            before, after = (result.values[name][region.batch, :, heads] for result in (clean, got))
+            judgement = _judge_bits(subject, region, name, before, after)
             if judgement.verdict == records.FAIL and name in ordered and name not in changes:
                 tries = repeated_calls.TRIES_BEFORE_BLAME
                 changes = {**changes, **repeated_calls.find_changes(clean.values, repeat, ordered, tries=tries)}
             if name in unordered or name in changes:
-                both = Bounded(before.astype(np.float64), 2 * exact[name].bound[part.batch, :, heads])
-                judgement = subject.judge(name, after, both, label=f"{name}.{part.name}")
+                both = Bounded(before.astype(np.float64), 2 * exact[name].bound[region.batch, :, heads])
+                judgement = subject.judge(name, after, both, label=f"{name}.{region.name}")
             judgements.append(judgement)
     for name in ordered:
         yield repeated_calls.judge_repetition(name, clean.values[name], changes, exact[name].bound)
@@ -135,37 +136,38 @@ def _run_call(subject: Subject, problem: Problem) -> Result:
     return subject.require_shapes(subject.forward if problem is subject.problem else subject.run_forward(problem))
 
 
-def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
-    """Return two parts: the first batch row, head and half of the queries, and the last row, head and half."""
+def _build_regions(problem: Problem) -> tuple[_Region, _Region]:
+    """Return two regions: the first batch row, head and half of the queries, and the last row, head and half."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
     group, half = num_q_heads // num_kv_heads, (q_length + 1) // 2
     last = num_kv_heads - 1
     return (
-        _Part("first", 0, 0, slice(0, group), slice(0, half)),
-        _Part("last", batch - 1, last, slice(last * group, num_q_heads), slice(q_length - half, q_length)),
+        _Region("first", 0, 0, slice(0, group), slice(0, half)),
+        _Region("last", batch - 1, last, slice(last * group, num_q_heads), slice(q_length - half, q_length)),
     )
 
 
-def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """Return the problem with other values outside the part; None if nothing is outside.
+def _change_elsewhere(problem: Problem, region: _Region, *, keys: bool) -> Problem | None:
+    """Return the problem with other values outside the region; None if nothing is outside.
 
-    With `keys`, the part ends at its queries `part.rows` and the keys that they may attend to. Other queries and keys
-    of the same batch row and head are changed too. Without, all queries and keys of that row and head are unchanged.
+    With `keys`, the region ends at its queries `region.rows` and the keys that they may attend to. Other queries and
+    keys of the same batch row and head are changed too. Without, all queries and keys of that row and head are
+    unchanged.
     """
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
     q_kept = np.zeros(q.shape[:3], bool)
-    q_kept[part.batch, :, part.heads] = True
+    q_kept[region.batch, :, region.heads] = True
     v_kept = np.zeros(k.shape[:3], bool)
-    v_kept[part.batch, :, part.kv_head] = True
+    v_kept[region.batch, :, region.kv_head] = True
     k_kept = v_kept.copy()
     if keys:
-        q_kept[part.batch, :, part.heads] = False
-        q_kept[part.batch, part.rows, part.heads] = True
+        q_kept[region.batch, :, region.heads] = False
+        q_kept[region.batch, region.rows, region.heads] = True
         allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
-        attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
-        v_kept[part.batch, :, part.kv_head] = attended
-        k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
+        attended = allowed[region.batch, region.heads, region.rows].any(axis=(0, 1))
+        v_kept[region.batch, :, region.kv_head] = attended
+        k_kept[region.batch, :, region.kv_head] = attended | problem.choosing[0, 0, region.rows].any(axis=0)
         if problem.storage is not None:  # sequences may share stored tokens, so these are unchanged too
             v_kept, k_kept = map(problem.storage.spread_over_shared, (v_kept, k_kept))
     if q_kept.all() and v_kept.all():
@@ -182,14 +184,14 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
     )
 
 
-def _change_cotangent_elsewhere(cotangent: Cotangent, part: _Part) -> Cotangent:
-    """Return the cotangent with other values outside the part's batch row and heads."""
+def _change_cotangent_elsewhere(cotangent: Cotangent, region: _Region) -> Cotangent:
+    """Return the cotangent with other values outside the region's batch row and heads."""
     out = _replace_values(cotangent.out)
-    out[part.batch, :, part.heads] = cotangent.out[part.batch, :, part.heads]
+    out[region.batch, :, region.heads] = cotangent.out[region.batch, :, region.heads]
     if cotangent.logsumexp is None:
         return dataclasses.replace(cotangent, out=out)
     lse = _replace_values(cotangent.logsumexp)
-    lse[part.batch, part.heads] = cotangent.logsumexp[part.batch, part.heads]
+    lse[region.batch, region.heads] = cotangent.logsumexp[region.batch, region.heads]
     return dataclasses.replace(cotangent, out=out, logsumexp=lse)
 
 
@@ -201,21 +203,25 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
 
 
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Multiply by 4 each scale that no token of the part uses.
+    """Multiply by 4 each scale that no token of the region uses.
 
-    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the part.
+    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the region.
     """
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
     return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
-def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """Select the part's results, with zeros in empty rows unless the kernel declares that it returns zero there.
+def _select_region(name: str, result: Result, region: _Region, subject: Subject) -> np.ndarray:
+    """Select the region's results, with zeros in empty rows unless the kernel declares that it returns zero there.
 
     An empty row may hold the mean over all keys. It depends on all of them, so it is not compared.
     """
     values = _select_live(name, result, subject)
-    return values[part.batch, part.rows, part.heads] if name == "out" else values[part.batch, part.heads, part.rows]
+    return (
+        values[region.batch, region.rows, region.heads]
+        if name == "out"
+        else values[region.batch, region.heads, region.rows]
+    )
 
 
 def _select_live(name: str, result: Result, subject: Subject) -> np.ndarray:
@@ -224,50 +230,54 @@ def _select_live(name: str, result: Result, subject: Subject) -> np.ndarray:
     return np.where(live.transpose(0, 2, 1)[..., None] if name == "out" else live, result.values[name], 0)
 
 
-def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """Judge the part's results in `got`, the result of the changed problem, by the oracle."""
-    place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
+def _judge_accuracy(subject: Subject, region: _Region, name: str, got: Result) -> Judgement:
+    """Judge the region's results in `got`, the result of the changed problem, by the oracle."""
+    place = (region.batch, region.rows, region.heads) if name == "out" else (region.batch, region.heads, region.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    part_bounds = Bounded(expected.value[place], expected.bound[place])
-    judgement = subject.judge(name, got.values[name][place], part_bounds, judged[place], label=f"{name}.{part.name}")
+    region_bounds = Bounded(expected.value[place], expected.bound[place])
+    judgement = subject.judge(
+        name, got.values[name][place], region_bounds, judged[place], label=f"{name}.{region.name}"
+    )
     if judgement.verdict != records.FAIL:
         return judgement
-    changed = f"{name} ({_describe_part(part, name)}; the index is within these) when other rows, heads and keys change"
+    changed = (
+        f"{name} ({_describe_region(region, name)}; the index is within these) when other rows, heads and keys change"
+    )
     return dataclasses.replace(judgement, reason=f"{changed}: {judgement.reason}")
 
 
-def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
-    """Judge whether two results of the part have the same bits."""
+def _judge_bits(subject: Subject, region: _Region, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
+    """Judge whether two results of the region have the same bits."""
     same = repeated_calls.find_equal(before, after)
     if same.all():
-        return Judgement(observable=f"{name}.{part.name}", verdict=records.PASS)
+        return Judgement(observable=f"{name}.{region.name}", verdict=records.PASS)
     index = np.unravel_index(int(np.argmin(same)), same.shape)
     return Judgement(
-        observable=f"{name}.{part.name}",
+        observable=f"{name}.{region.name}",
         verdict=records.FAIL,
         worst=Worst(tuple(int(n) for n in index), float(after[index]), float(before[index]), 0.0),
-        reason=_describe_change(subject.problem, part, name, int(np.sum(~same))),
+        reason=_describe_change(subject.problem, region, name, int(np.sum(~same))),
     )
 
 
-def _describe_change(problem: Problem, part: _Part, name: str, count: int) -> str:
+def _describe_change(problem: Problem, region: _Region, name: str, count: int) -> str:
     """Describe which inputs were changed and how many results changed with them."""
     batch, _, num_q_heads, _ = problem.q.shape
     changed: Mapping[str, bool] = {
         "another batch row": batch > 1,
-        "another head": num_q_heads > part.heads.stop - part.heads.start,
+        "another head": num_q_heads > region.heads.stop - region.heads.start,
         "a key that these queries may not attend to": name in ("out", "logsumexp", "max_logits"),
     }
     return (
-        f"{count} values of {name} ({_describe_part(part, name)}; the index is within these) change when only "
+        f"{count} values of {name} ({_describe_region(region, name)}; the index is within these) change when only "
         f"{' or '.join(what for what, is_changed in changed.items() if is_changed)} changes"
     )
 
 
-def _describe_part(part: _Part, name: str) -> str:
-    """Describe the batch row, heads and queries of the part that a result covers."""
-    place = f"batch {part.batch}, query heads {part.heads.start} to {part.heads.stop - 1}"
+def _describe_region(region: _Region, name: str) -> str:
+    """Describe the batch row, heads and queries of the region that a result covers."""
+    place = f"batch {region.batch}, query heads {region.heads.start} to {region.heads.stop - 1}"
     if name in ("out", "logsumexp", "max_logits"):
-        place += f", queries {part.rows.start} to {part.rows.stop - 1}"
+        place += f", queries {region.rows.start} to {region.rows.stop - 1}"
     return place

@@ -27,9 +27,9 @@ _HIGH_CAP = 2.0**20
 _LOW_SINK = -1e30
 # The distance of a high sink above the largest logit. exp of this distance overflows f32.
 _HIGH_SINK = 150.0
-# The distance of a faint sink below the smallest row maximum. The keys' probabilities sum to 1 within f32 rounding. So
-# a kernel that computes the sink's probability as 1 minus this sum gets only rounding error.
-_FAINT_SINK = 30.0
+# The distance of a sink of tiny weight below the smallest row maximum. The keys' probabilities sum to 1 within f32
+# rounding. So a kernel that computes the sink's probability as 1 minus this sum gets only rounding error.
+_TINY_WEIGHT_SINK = 30.0
 # A factor for queries that makes logits so large that `exp(2 logit / cap)` overflows in f32.
 _LOGIT_FACTOR = 2.0**8
 # A bias more negative than some finite values that kernels use as minus infinity. Logits of this magnitude still have
@@ -38,9 +38,9 @@ _LOW_BIAS = -(2.0**20)
 # The magnitude by which logits are lowered through q and k. It is more than 1e4, and a product of two numbers that
 # every dtype represents exactly.
 _LOW_LOGIT = 2.0**14
-# The distance by which the logits of faint keys are lowered. Kernels might treat their weights as zero: exp(-32) is
-# 2**-46.
-_FAINT_KEYS = 32.0
+# The distance by which the logits of keys of tiny weight are lowered. Kernels might treat their weights as zero:
+# exp(-32) is 2**-46.
+_TINY_WEIGHT_KEYS = 32.0
 # A factor for queries and bias that makes all other terms of the logits small.
 _DAMPING = 2.0**-4
 # The soft cap of Gemma 2.
@@ -54,7 +54,8 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
 
     - A head whose logit scale is zero has uniform weights, and the exact gradient of its logit scale.
     - A soft cap of 2**20 gives the results without a cap. Logits far beyond a cap equal the cap.
-    - Sinks of -1e30 or -inf give the results without sinks. High sinks take all the weight. Faint sinks have the exact
+    - Sinks of -1e30 or -inf give the results without sinks. High sinks take all the weight. Sinks of tiny weight have
+    the exact
       gradient. A head is not affected by the sinks of other heads.
     - A bias of -inf gives the results of a mask that hides the same keys.
     - Keys of tiny weight count if their values are large.
@@ -88,11 +89,11 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
         if problem.sinks.size > 1:
             yield from run_subcheck("sinks_apart", functools.partial(check_problem, subject, _alternate_sinks(subject)))
         if subject.has_gradients and "dsinks" in subject.implementation.gradients:
-            yield from _check_faint_sinks(subject)
-    # In f16 the weights of faint keys are zero.
+            yield from _check_tiny_weight_sinks(subject)
+    # In f16 the weights of keys of tiny weight are zero.
     if problem.kv_scales is None and not (depends_on_data(problem.mask) or problem.tied or subject.case.dtype == "f16"):
         plain = problem.without("soft_cap").without("sinks")
-        yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
+        yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_tiny_weight_keys(plain)))
     if problem.bias is not None:
         # A cap would make the bias finite, and a sink would give every row some weight.
         # A bias that is declared to come after the soft cap is not capped, so the cap may stay.
@@ -207,15 +208,15 @@ def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[J
     yield from check_problem(subject, dataclasses.replace(problem, q=q, k=k))
 
 
-def _add_faint_keys(problem: Problem) -> Problem:
+def _add_tiny_weight_keys(problem: Problem) -> Problem:
     """Return the problem with tiny weights for the second half of the keys, and values larger by the same factor.
 
     The first coordinates of q and k, which are powers of two, lower the logits of these keys. All other terms of the
     logits are made small, so that these logits are below all others. All keys get the same segment id, so that the
     queries that attend to the first half attend to the second half too.
     """
-    root, half = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
-    low = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale / root))
+    root, half = 2.0 ** np.round(np.log2(_TINY_WEIGHT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
+    low = 2.0 ** np.round(np.log2(_TINY_WEIGHT_KEYS / problem.effective_scale / root))
     q, k, v = problem.q * problem.q.dtype.type(_DAMPING), problem.k.copy(), problem.v.copy()
     q[..., 0], k[..., 0], k[:, half:, :, 0] = root, 0, -low
     v[:, half:] *= v.dtype.type(2.0 ** np.round(root * low * problem.effective_scale / np.log(2)))
@@ -277,16 +278,16 @@ def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
         yield subject.judge(name, got, expected[name], judged)
 
 
-def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
+def _check_tiny_weight_sinks(subject: Subject) -> Iterator[Judgement]:
     """Check the gradient of sinks that have tiny weights.
 
     The gradient is small, so a kernel must not compute it as a difference of numbers near 1.
     """
-    faint = _place_sinks(subject, -_FAINT_SINK)
+    low = _place_sinks(subject, -_TINY_WEIGHT_SINK)
     drawn = draw_cotangent(subject.case).out
-    cotangent = Cotangent("random", np.where(subject.find_judged_rows(faint), drawn, np.zeros_like(drawn)))
-    got = subject.executor.gradients(faint, cotangent).values
-    expected = subject.expect(faint, [cotangent]).gradients[0]
+    cotangent = Cotangent("random", np.where(subject.find_judged_rows(low), drawn, np.zeros_like(drawn)))
+    got = subject.executor.gradients(low, cotangent).values
+    expected = subject.expect(low, [cotangent]).gradients[0]
     yield subject.judge("dsinks", got["dsinks"], expected["dsinks"], label="dsinks.faint_sinks")
 
 
@@ -303,14 +304,14 @@ def _place_sinks(subject: Subject, above: float) -> Problem:
 
 
 def _alternate_sinks(subject: Subject) -> Problem:
-    """Return the problem with high sinks in even heads and faint sinks in odd heads.
+    """Return the problem with high sinks in even heads and sinks of tiny weight in odd heads.
 
-    High sinks take all the weight of a row, faint sinks almost none.
+    High sinks take all the weight of a row, the others almost none.
     """
-    high, faint = _place_sinks(subject, _HIGH_SINK), _place_sinks(subject, -_FAINT_SINK)
+    high, low = _place_sinks(subject, _HIGH_SINK), _place_sinks(subject, -_TINY_WEIGHT_SINK)
     assert high.sinks is not None
-    assert faint.sinks is not None
-    return dataclasses.replace(high, sinks=np.where(np.arange(high.sinks.size) % 2, faint.sinks, high.sinks))
+    assert low.sinks is not None
+    return dataclasses.replace(high, sinks=np.where(np.arange(high.sinks.size) % 2, low.sinks, high.sinks))
 
 
 def _check_forward(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:

@@ -47,7 +47,7 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
 
     The factors are 2**20 (16 in f16), and 2**-40 for cotangents (not in f16).
     """
-    if "linearity" not in subject.rotation.laws:
+    if "linearity" not in subject.selection.laws:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem

@@ -43,9 +43,9 @@ def check_parts(subject: Subject) -> Iterator[Judgement]:
         yield build_unsupported("out.merged", "this case cannot be split into pieces of the cache")
         return
     # A piece may have rows with a sink and no key. They are rare, and a merge must treat them separately. So a case
-    # with such rows is always merged, whatever its rotation says.
+    # with such rows is always merged, whatever its selection says.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
-    if not (lone_sink or subject.rotation.merges):
+    if not (lone_sink or subject.selection.merges):
         return
     piece_parts = [subject.executor.part(piece) for piece in pieces]
     yield from _judge_part(subject, "merged", _merge_parts(subject, piece_parts), expected)

@@ -39,7 +39,7 @@ def check_poison(subject: Subject) -> Iterator[Judgement]:
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
             yield build_unsupported(name, "keys and values behind the mask are declared to be finite")
-        elif name == "huge" or name in subject.rotation.poisons:
+        elif name == "huge" or name in subject.selection.poisons:
             yield from _check_poisoned(subject, name, value)
 
 
@@ -85,7 +85,7 @@ def _check_visible_nan(subject: Subject) -> Iterator[Judgement]:
     If a model diverges, attention must not hide it.
     """
     problem = subject.problem
-    if not subject.rotation.visible_nan or problem.kv_scales is not None or depends_on_data(problem.mask):
+    if not subject.selection.visible_nan or problem.kv_scales is not None or depends_on_data(problem.mask):
         return  # numbers of a quantised cache cannot be NaN, and queries that choose keys need not choose NaN
     seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
     key = _choose_visible_key(seen)

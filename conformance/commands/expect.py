@@ -16,8 +16,8 @@ from reports.causes.finding import Finding
 from reports.causes.finding_text import format_title
 from reports.printable_text import make_printable
 
-_PARTS = frozenset({"mask", "distribution", "storage", "front_end", *(operand.field for operand in OPTIONAL)})
-"""The fields of a case that are parts of its id behind the shape."""
+_COMPONENTS = frozenset({"mask", "distribution", "storage", "front_end", *(operand.field for operand in OPTIONAL)})
+"""The fields of a case that are components of its id behind the shape."""
 
 
 def expect(arguments: argparse.Namespace) -> int:
@@ -44,15 +44,15 @@ def expect(arguments: argparse.Namespace) -> int:
 
 
 def build_query(cause: Finding) -> str:
-    """Build a query of the parts of an id that a finding needs, such as `*/softcap*/bias*`; empty if there are none.
+    """Build a query of the components of an id that a finding needs, such as `*/softcap*/bias*`; or an empty one.
 
-    Sizes of the shape are no parts of their own, so a query cannot name them.
+    Sizes of the shape are no components of their own, so a query cannot name them.
     """
-    names = {name for level in cause.levels or () for name in level.fields} & _PARTS
+    names = {name for level in cause.levels or () for name in level.fields} & _COMPONENTS
     fields = [parse_fields(record.case) or {} for record in cause.own]
     found = []
-    for part in cause.own[0].case.split("/"):  # in the order of the id
-        name = next((name for name in names if fields[0].get(name) == part), None)
+    for component in cause.own[0].case.split("/"):  # in the order of the id
+        name = next((name for name in names if fields[0].get(name) == component), None)
         if name is not None:
             words = {re.sub("[^a-z].*", "", one.get(name, "")) for one in fields}
             found.append(words.pop() if len(words) == 1 else "")

@@ -83,8 +83,8 @@ def explore(arguments: argparse.Namespace) -> int:
                 )
             except exploring.NothingToDraw as error:
                 raise _end_journal(journal, f"there is no case to draw: {error}") from error
-            except exploring.InvalidClues as error:
-                raise _end_journal(journal, f"{error} (`run` judges the kernel without these clues)") from error
+            except exploring.InvalidCodeNumbers as error:
+                raise _end_journal(journal, f"{error} (`run` judges the kernel without these numbers)") from error
             except (ExecutorFailed, WorkerMismatch) as error:
                 raise _end_journal(journal, str(error)) from error
             finally:

@@ -78,7 +78,7 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def _list_descriptions(what: str) -> list[tuple[str, ...]]:
     if what == "checks":
-        return [(check.name, check.question, check.scope.about) for check in CHECKS]
+        return [(check.name, check.about, check.scope.about) for check in CHECKS]
     if what == "features":
         return list(FEATURES.items())
     return [

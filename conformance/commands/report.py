@@ -71,7 +71,7 @@ def render_report(arguments: argparse.Namespace) -> int:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not arguments.gate:
         return 0
-    is_wrong = any(one.conformity == DOES_NOT_CONFORM for one in summary.contenders)
+    is_wrong = any(one.conformity == DOES_NOT_CONFORM for one in summary.implementations)
     return choose_exit_code(is_wrong=is_wrong, is_judged=not missing)
 
 
@@ -81,16 +81,16 @@ def list_missing(recorded: Sequence[RecordedRun], summary: Summary) -> list[str]
     A kernel whose chip this machine lacks has unjudged records only. It counts if nothing else was judged, as in a run.
     """
     lines = find_missing_shards(recorded)
-    for one in summary.contenders:
+    for one in summary.implementations:
         extent, counts = one.extent, one.counts
         if extent.is_partial or extent.stopped:
             planned = f" of {extent.planned:,}" if extent.planned is not None else ""
-            lines.append(f"{one.contender.label}: {extent.done:,}{planned} jobs were judged")
+            lines.append(f"{one.implementation.label}: {extent.done:,}{planned} jobs were judged")
         elif not counts.judged and (counts.total > counts[UNJUDGED] or not summary.total.judged):
-            lines.append(f"{one.contender.label}: nothing was judged")
-    judged = {one.contender.implementation for one in summary.contenders}
+            lines.append(f"{one.implementation.label}: nothing was judged")
+    judged = {one.implementation.name for one in summary.implementations}
     planned_names = dict.fromkeys(job.implementation for one in recorded if one.run for job in one.run.jobs)
     lines += [f"{name}: none of its jobs was judged" for name in planned_names if name not in judged]
-    if not summary.contenders:
+    if not summary.implementations:
         lines.append("nothing was judged: these files hold measurements only")
     return lines

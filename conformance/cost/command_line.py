@@ -94,7 +94,7 @@ def add_tune(commands: Commands[CommandParser]) -> None:
     what = tune.add_argument_group("what to tune")
     what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
     what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
-    what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this knob; may be repeated")
+    _add_parameter(what, "only this tuning parameter, such as forward; may be repeated")
     what.add_argument("--static", action="store_true", help="for absent TPUs, by their compiler's schedules")
     what.add_argument(
         "--target", action="append", default=[], metavar="NAME", help="with --static: only for this TPU (v6e)"
@@ -112,10 +112,14 @@ def add_cycles(commands: Commands[CommandParser]) -> None:
     what.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
     about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
     what.add_argument("--case", action="append", default=[], metavar="ID", help=about)
-    about = "with --case: the kernels of this knob (forward); may be repeated"
-    what.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
+    _add_parameter(what, "with --case: the kernels of this tuning parameter (forward); may be repeated")
     output = cycles.add_argument_group("output")
     output.add_argument("--save", action="store_true", help="record these cycles as new baselines")
+
+
+def _add_parameter(group: argparse._ArgumentGroup, about: str) -> None:
+    group.add_argument("--parameter", action="append", default=[], metavar="NAME", help=about)
+    group.add_argument("--knob", dest="parameter", action="append", help=argparse.SUPPRESS)  # its old name
 
 
 def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:

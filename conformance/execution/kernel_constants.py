@@ -1,12 +1,12 @@
 """Find the numbers in a kernel's source and in its traced program at which it may change its behaviour.
 
-Such a number, a clue, is a block size, a threshold, or a length from which the kernel takes another path. Cases with
-lengths and values next to these numbers are then judged (`cases.case_space.clue_numbers`).
+Such a number, a code number, is a block size, a threshold, or a length from which the kernel takes another path. Cases
+with lengths and values next to these numbers are then judged (`cases.case_space.code_numbers`).
 
-Clues are found in two places. The first is the source: the bytecode of the function and of the functions that it calls,
-and the values that these get from a closure, a `functools.partial` or a global. In bytecode, `2**15` and `1 << 15` are
-the same number. The second is the jaxpr of the function. It is traced for two sets of sizes, and a number is a clue
-only if both jaxprs contain it. Other numbers follow from the sizes of the operands.
+Code numbers are found in two places. The first is the source: the bytecode of the function and of the functions that it
+calls, and the values that these get from a closure, a `functools.partial` or a global. In bytecode, `2**15` and `1 <<
+15` are the same number. The second is the jaxpr of the function. It is traced for two sets of sizes, and a number is a
+code number only if both jaxprs contain it. Other numbers follow from the sizes of the operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core
 
 from cases.case import Case
-from cases.case_space.clue_numbers import Clues
+from cases.case_space.code_numbers import CodeNumbers
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import draw_problem
 from conformance.execution.executor import Executor, pull_back
@@ -33,9 +33,9 @@ from impls.contract.implementation import Implementation
 
 # The largest number of integers, and also of floats, that are returned from the source and from the program.
 _MAX_NUMBERS = {"source": 24, "program": 10}
-_COMMON = frozenset({0, 0.5, 1, 2})  # numbers that are in every kernel, so they are no clues
-_MAX_INTEGER = 2**17  # the largest integer that may be a clue
-_MIN_PROGRAM_INTEGER = 8  # the smallest integer clue in a jaxpr; smaller integers are ranks and axes
+_COMMON = frozenset({0, 0.5, 1, 2})  # numbers that are in every kernel, so they are no code numbers
+_MAX_INTEGER = 2**17  # the largest integer that may be a code number
+_MIN_PROGRAM_INTEGER = 8  # the smallest integer code number in a jaxpr; smaller integers are ranks and axes
 # Packages whose functions do not belong to a kernel, so their code is not read. Their closures may hold the kernel.
 _LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
 _MAX_OBJECTS = 4000  # the largest number of Python objects that are searched for numbers
@@ -49,8 +49,8 @@ _EXACT_INTEGER_LIMITS = {
     "bfloat16": 2**8,
     "float16": 2**11,
 }
-# Types whose name in the source is a clue. The other types of `_EXACT_INTEGER_LIMITS` are dtypes of operands, so every
-# kernel may name them.
+# Types whose name in the source is a code number. The other types of `_EXACT_INTEGER_LIMITS` are dtypes of operands, so
+# every kernel may name them.
 _NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")
 
 # The two sets of sizes for which a program is traced. Lengths are multiples of 128, which most kernels support.
@@ -61,8 +61,8 @@ _SIZES: tuple[dict[str, int], ...] = (
 )
 
 
-def find_clues(implementation: Implementation) -> Clues:
-    """Find the clues in the source and in the traced programs of an implementation; the result is deterministic."""
+def find_code_numbers(implementation: Implementation) -> CodeNumbers:
+    """Find the code numbers in the source and traced programs of an implementation; the result is deterministic."""
     told, aside = _find_source_numbers(implementation.call)
     shown = _find_program_numbers(implementation)
     source, program = _deduplicate([*told, *aside]), _deduplicate(shown)
@@ -72,21 +72,21 @@ def find_clues(implementation: Implementation) -> Clues:
         theirs = [x for x in program if isinstance(x, kind) and x not in ours][: _MAX_NUMBERS["program"]]
         found[kind] = (ours, theirs)
     (ints, more_ints), (floats, more_floats) = found[int], found[float]
-    return Clues(
+    return CodeNumbers(
         integers=tuple(int(x) for x in (*ints, *more_ints)),
         floats=tuple(float(x) for x in (*floats, *more_floats)),
         in_source=frozenset(float(x) for x in (*ints, *floats)),
     )
 
 
-def report_clues(executor: Executor) -> tuple[list[int], list[float], list[float]]:
-    """Run `find_clues` as a task, and return its integers, its floats, and those that are in the source."""
-    clues = find_clues(executor.implementation)
-    return list(clues.integers), list(clues.floats), sorted(clues.in_source)
+def report_code_numbers(executor: Executor) -> tuple[list[int], list[float], list[float]]:
+    """Run `find_code_numbers` as a task, and return its integers, its floats, and those that are in the source."""
+    code_numbers = find_code_numbers(executor.implementation)
+    return list(code_numbers.integers), list(code_numbers.floats), sorted(code_numbers.in_source)
 
 
 def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
-    """Return the magnitudes of numbers that may be clues, each once, in order of appearance.
+    """Return the magnitudes of numbers that may be code numbers, each once, in order of appearance.
 
     Common numbers, too large integers, infinity and NaN are left out.
     """
@@ -235,11 +235,11 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
     """
     plain = Case()
     usual = (operand for operand in REMOVABLE if not operand.opt_in)
-    rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
+    combined = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
     found: list[Any] = []
-    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in rich.items()}
+    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in combined.items()}
     asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-        ({"mask": "causal", **rich}, {"mask": "causal", **other}),
+        ({"mask": "causal", **combined}, {"mask": "causal", **other}),
         ({"mask": "causal", "dtype": "bf16"},) * 2,
         ({"mask": "window-l31-r7"}, {"mask": "window-l45-r11"}),
         ({"phase": "decode", "q_length": 1},) * 2,

@@ -1,6 +1,6 @@
 """Diagnose findings at the end of a run: name the planted bugs that each finding resembles.
 
-Each finding is compared by itself. Signature cases with the levels that it needs show how wrong the kernel is, and
+Each finding is compared by itself. Error profile cases with the levels that it needs show how wrong the kernel is, and
 cases that no finding concerns show where it is right. A case that several findings concern tells little of any of them,
 so such a case is used only where a finding has no other. One or two cases often suffice: two kernels that compute the
 same wrong thing have the same ratios, and a match of several ratios within 1% is no coincidence.
@@ -13,24 +13,24 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cases.signature_cases import SIGNATURE_CASES
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
-from conformance.sensitivity import diagnosis, failure_signatures
+from conformance.sensitivity import diagnosis, error_profiles
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
-from conformance.sensitivity.failure_signatures import KnownBug, Signature, Sizes
+from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, Sizes
 from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
-from reports.record_groups import group_by_contender
+from reports.record_groups import group_by_implementation
 from reports.records import ERROR, FAIL, JUDGED, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
 _COMPARED_KINDS = (FORWARD, GRADIENTS)
-"""Findings that are compared. Signatures have no other checks, and a line that raises says more than a likeness."""
+"""Findings that are compared. Error profiles have no other checks, and a line that raises says more than a likeness."""
 _CLEAR_LEAD = 0.2
 """How much more similar the first bug must be than the second, for no further case to be judged.
 
@@ -41,10 +41,10 @@ _MIN_SIMILARITY = 0.5
 
 It is above the minimum for a whole kernel, because a finding is compared on few cases.
 """
-_SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
+_PROFILE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
 
-def measure_signatures_of_failed(
+def measure_profiles_of_failed(
     journal: Journal,
     implementations: Sequence[Implementation],
     allowed: ProbeBudget,
@@ -52,14 +52,14 @@ def measure_signatures_of_failed(
     *,
     option: str = "--diagnose-seconds",
 ) -> None:
-    """Judge signature cases for the findings of each failing kernel in the time that is `allowed`; none is counted."""
+    """Judge error profile cases for the findings of each failing kernel in the `allowed` time; none is counted."""
     if not allowed.left:
         return
     wrong = {record.implementation for record in journal.recorded.records if record.verdict in _FAILED_VERDICTS}
     failed = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
     if not failed:
         return
-    bank = failure_signatures.load_signatures()
+    bank = error_profiles.load_profiles()
     found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)
     for number, implementation in enumerate(failed):
         if not allowed.left:  # asking what it supports would start its process again
@@ -67,15 +67,15 @@ def measure_signatures_of_failed(
         findings = [
             finding
             for finding in found
-            if finding.contender.implementation == implementation.name and finding.kind in _COMPARED_KINDS
+            if finding.implementation.name == implementation.name and finding.kind in _COMPARED_KINDS
         ]
         if not findings:
             continue
         started, mine = time.monotonic(), allowed.left / (len(failed) - number)
         records = [record for record in journal.recorded.records if record.implementation == implementation.name]
-        right = list_right_cases(records, [f for f in found if f.contender.implementation == implementation.name])
+        right = list_right_cases(records, [f for f in found if f.implementation.name == implementation.name])
         comparison = _Comparison(findings, right, bank)
-        jobs = list(failure_signatures.iter_signature_jobs(implementation))
+        jobs = list(error_profiles.iter_profile_jobs(implementation))
         cases = 0
         while (job := comparison.choose_next(jobs)) is not None:
             jobs.remove(job)
@@ -152,21 +152,21 @@ def find_similar_bugs(
 
     Args:
       findings: those of the kernel that can be compared.
-      probes: its records of signature cases.
-      right: signature cases that are known to be right, with their results.
+      probes: its records of error profile cases.
+      right: error profile cases that are known to be right, with their results.
       bank: the planted bugs.
 
     Returns:
       For each finding, by its place: the most similar bugs, none if it is similar to none of them. None stands for a
       finding that shows on none of the judged cases, and a finding without judged cases is left out.
     """
-    signature = failure_signatures.build_signature(probes)
-    owners = {case: _find_owners(case, findings) for case in signature.sizes}
+    profile = error_profiles.build_profile(probes)
+    owners = {case: _find_owners(case, findings) for case in profile.sizes}
     found: dict[int, list[Similarity] | None] = {}
     for number in range(len(findings)):
         if not any(number in of_case for of_case in owners.values()):
             continue
-        own = _select_signature(number, findings, signature, owners, right)
+        own = _select_profile(number, findings, profile, owners, right)
         is_possible = functools.partial(_can_cause, findings[number])
         found[number] = diagnosis.find_nearest(own, bank, is_possible) if own.wrong else None
     return found
@@ -177,12 +177,12 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
 
     Only the results that are wrong in the finding count. A bug that is never wrong where the finding fails cannot be
     its cause. Nor can one that is as often wrong where the finding passes, however similar its errors are on the few
-    cases that were judged. All signature cases of the bug are used, since they are stored.
+    cases that were judged. All error profile cases of the bug are used, since they are stored.
     """
     results = {name.removesuffix("_with_residuals") for name in finding.results}
     combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
     inside = red = green = 0
-    for place, (case, sizes) in enumerate(bug.signature.sizes.items()):
+    for place, (case, sizes) in enumerate(bug.profile.sizes.items()):
         row = 1 << place
         judged = [size for name, size in sizes.items() if diagnosis.get_result_name((case, name)) in results | {"all"}]
         inside |= row * any(levels <= find_levels(case) for levels in combinations)
@@ -191,18 +191,18 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     if green and not red:
         return False  # its results of the finding are right
     if not finding.levels or not (inside & (red | green) and ~inside & (red | green)):
-        return True  # no signature case tells
+        return True  # no error profile case tells
     return fault_location.explains(fault_location.Combination((), inside), fault_location.Signal(red, green))
 
 
-def _select_signature(
+def _select_profile(
     number: int,
     findings: Sequence[Finding],
-    signature: Signature,
+    profile: ErrorProfile,
     owners: Mapping[str, Sequence[int]],
     right: Mapping[str, Sizes],
-) -> Signature:
-    """Select what a signature says of one finding.
+) -> ErrorProfile:
+    """Select what an error profile says of one finding.
 
     Cases that the finding alone concerns come first. If it shows on none of them, cases that other findings concern too
     are taken.
@@ -210,7 +210,7 @@ def _select_signature(
     is_forward = findings[number].kind == FORWARD
     alone: dict[str, Sizes] = {}
     shared: dict[str, Sizes] = {}
-    for case, sizes in signature.sizes.items():
+    for case, sizes in profile.sizes.items():
         # Gradients follow from a wrong forward pass, but not the other way round.
         rivals = [other for other in owners[case] if other != number]
         if is_forward and rivals and all(findings[other].kind == GRADIENTS for other in rivals):
@@ -221,7 +221,7 @@ def _select_signature(
         elif number in owners[case] and (is_forward or sizes.get("out") is None):
             shared[case] = sizes  # where `out` is wrong for another reason, gradients are wrong as a consequence
     selected = alone if any(size is not None for sizes in alone.values() for size in sizes.values()) else alone | shared
-    return Signature({**{case: sizes for case, sizes in right.items() if case not in signature.sizes}, **selected})
+    return ErrorProfile({**{case: sizes for case, sizes in right.items() if case not in profile.sizes}, **selected})
 
 
 def _find_owners(case: str, findings: Sequence[Finding]) -> list[int]:
@@ -258,25 +258,26 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
       found: the records of the run.
       is_followed_up: whether the run was to compare every finding, so that one without a case lacked time.
     """
-    probes = group_by_contender(info.probes)
+    probes = group_by_implementation(info.probes)
     red = {
-        contender: records
-        for contender, records in group_by_contender(found).items()
+        implementation: records
+        for implementation, records in group_by_implementation(found).items()
         if any(record.verdict in _FAILED_VERDICTS for record in records)
     }
-    bank = failure_signatures.load_signatures() if probes and red else []
+    bank = error_profiles.load_profiles() if probes and red else []
     diagnoses: dict[tuple[str, ...], Diagnosis] = {}
-    for contender, records in red.items():
-        asked = failure_signatures.build_signature(probes.get(contender, ()))
+    for implementation, records in red.items():
+        probed = probes.get(implementation, ())
+        asked = error_profiles.build_profile(probed)
         if not (bank and asked.sizes) and not is_followed_up:
             continue
-        every = root_causes.find_contender_causes({contender: records}, {contender: probes.get(contender, ())})
+        every = root_causes.find_implementation_causes({implementation: records}, {implementation: probed})
         findings = [finding for finding in every if finding.kind in _COMPARED_KINDS]
         right = list_right_cases(records, every)
-        nearest = find_similar_bugs(findings, probes.get(contender, ()), right, bank)
+        nearest = find_similar_bugs(findings, probed, right, bank)
         for number, finding in enumerate(findings):
             if number not in nearest:
-                is_shown = _has_signature_case(finding)
+                is_shown = _has_profile_case(finding)
                 diagnoses[finding.key] = Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=is_shown)
                 continue
             cases = _count_cases(finding, asked)
@@ -284,13 +285,13 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
-def _count_cases(finding: Finding, asked: Signature) -> int:
+def _count_cases(finding: Finding, asked: ErrorProfile) -> int:
     return sum(_count_shared(finding, case) > 0 or not finding.levels for case in asked.sizes)
 
 
-def _has_signature_case(finding: Finding) -> bool:
+def _has_profile_case(finding: Finding) -> bool:
     """Return whether a case on which planted bugs are compared has a feature of the finding."""
-    return not finding.levels or any(_count_shared(finding, one.case.id) for one in SIGNATURE_CASES)
+    return not finding.levels or any(_count_shared(finding, one.case.id) for one in ERROR_PROFILE_CASES)
 
 
 def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
@@ -305,7 +306,7 @@ def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: in
 
 
 def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> Mapping[str, Sizes]:
-    """List the signature cases on which a kernel is right, with their results, by the findings of its run.
+    """List the error profile cases on which a kernel is right, with their results, by the findings of its run.
 
     A case is right if the run judged each feature, mask and dtype that it has, and no finding concerns it. A finding
     that does not say which levels it needs may concern any case; then no case is listed.
@@ -318,11 +319,11 @@ def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> 
     if not wrong or not all(finding.levels for finding in wrong):
         return {}
     needed = [frozenset(finding.levels or ()) for finding in wrong]
-    judged = [record for record in records if record.verdict in JUDGED and record.check in _SIGNATURE_CHECKS]
+    judged = [record for record in records if record.verdict in JUDGED and record.check in _PROFILE_CHECKS]
     known = {level for case in {record.case for record in judged} for level in _select_features(case)}
     results: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))
     right: dict[str, Sizes] = {}
-    for asked in SIGNATURE_CASES:
+    for asked in ERROR_PROFILE_CASES:
         levels = find_levels(asked.case.id)
         if not any(levels >= one for one in needed) and _select_features(asked.case.id) <= known:
             right[asked.case.id] = results

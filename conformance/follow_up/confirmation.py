@@ -30,6 +30,7 @@ from reports.causes import root_causes
 from reports.causes.case_levels import FIELD_GROUPS
 from reports.causes.finding import RAISES, Finding
 from reports.records import RED, Record
+from reports.text_format import format_count
 
 Fields = tuple[str, ...]
 """Names of fields of a case."""
@@ -249,15 +250,24 @@ def confirm_findings(
                 prober.confirm(build_suspicion(finding))
             if finding.is_vague:
                 prober.isolate(
-                    finding.smallest.implementation, finding.question[0], finding.smallest.case, FIELD_GROUPS
+                    finding.smallest.implementation, finding.located_by[0], finding.smallest.case, FIELD_GROUPS
                 )
         if prober.judged == before or prober.is_late:
             break
     if prober.judged:
-        spent = time.monotonic() - started
-        cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
-        line = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
-        say(f"{line} (--confirm-seconds=0 judges none)")
+        cases, spent = format_count(prober.judged, "further case"), time.monotonic() - started
+        line = f"{cases} judged in {spent:.0f} s of at most {seconds:.0f} (--confirm-seconds=0 skips this)"
+        found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)
+        say(f"{line}: {_describe_confirmed(found)}")
+
+
+def _describe_confirmed(findings: Sequence[Finding]) -> str:
+    """Describe how many findings the cases confirm, among those that name what a case needs to fail."""
+    named = [finding for finding in findings if finding.levels]
+    confirmed = sum(finding.is_confirmed for finding in named)
+    if not confirmed:
+        return "this confirms no finding: what the findings name is only suspected"
+    return f"this confirms {confirmed} of {format_count(len(named), 'finding')}: without what it names, the case passes"
 
 
 def _is_worth_probing(finding: Finding) -> bool:
@@ -275,7 +285,7 @@ def build_suspicion(finding: Finding) -> Suspicion:
     with_examples = [x for combination in (levels, *others) for x in combination if others and x.example]
     return Suspicion(
         implementation=record.implementation,
-        check=finding.question[0],
+        check=finding.located_by[0],
         failing=record.case,
         levels=tuple(level.fields for level in levels),
         counters=tuple(dict(level.counter) for level in levels),

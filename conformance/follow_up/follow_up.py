@@ -75,4 +75,4 @@ def follow_up(
             allowance = ProbeBudget(runner, budget.diagnose, known)
         elif budget.confirm is not None:
             allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
-        bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say, option=budget.option)
+        bug_diagnosis.measure_profiles_of_failed(journal, implementations, allowance, say, option=budget.option)

@@ -92,12 +92,12 @@ class _ForkServer:
         return None
 
     def _wait_for_ready(self) -> list[socket.socket]:
-        watched = [
+        waited_for = [
             child_connection for pid, child_connection in self._connections.items() if pid not in self._kill_deadlines
         ]
         if self._has_clients:
-            watched.append(self._requests)
-        found = connection.wait([self._wakeup_read, *watched], 1.0 if self._kill_deadlines else None)
+            waited_for.append(self._requests)
+        found = connection.wait([self._wakeup_read, *waited_for], 1.0 if self._kill_deadlines else None)
         return [one for one in found if isinstance(one, socket.socket)]
 
     def _fork(self) -> Callable[[], None] | None:

@@ -54,8 +54,8 @@ def list_suite_properties(result: SessionResult) -> list[tuple[str, str]]:
         "state": summary.state,
     }
     facts |= {f"environment.{name}": value for name, value in run.environment.items()}
-    for contender in summary.contenders:
-        facts[f"verdict[{contender.contender.label}]"] = contender.text
+    for one in summary.implementations:
+        facts[f"verdict[{one.implementation.label}]"] = one.text
     for name, kernel in run.kernels.items():
         facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
         facts[f"package[{name}]"] = kernel.package

@@ -43,8 +43,8 @@ are easy.
 """
 
 
-class NullSlab(Protocol):
-    """A null result of some heads of one batch row: the part of `oracle.Slab` that is compared."""
+class NullHeadGroup(Protocol):
+    """A null result of some heads of one batch row: the part of `oracle.HeadGroup` that is compared."""
 
     @property
     def batch(self) -> int:
@@ -64,7 +64,7 @@ class NullSlab(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ZeroSlab:
+class _ZeroHeadGroup:
     """The null result of zeros for one head of one batch row."""
 
     batch: int
@@ -118,10 +118,10 @@ def find_weakest_null(margins: Mapping[str, float]) -> tuple[str, float]:
     return name, margins[name]
 
 
-def _compute_forward_margin(subject: Subject, null: Iterable[NullSlab], enough: float) -> float:
+def _compute_forward_margin(subject: Subject, null: Iterable[NullHeadGroup], enough: float) -> float:
     """Compute the margin of a null result: the larger one of `out` and, where it is returned, `logsumexp`.
 
-    Stop at the first slab whose margin is at least `enough`.
+    Stop at the first head group whose margin is at least `enough`.
     """
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype, formulas = subject.case.dtype, subject.implementation.formulas
@@ -131,13 +131,13 @@ def _compute_forward_margin(subject: Subject, null: Iterable[NullSlab], enough: 
     is_comparable = formulas.logsumexp_sink or subject.problem.sinks is None
     compares_logsumexp = "logsumexp" in subject.implementation.residuals and is_comparable
     margin = 0.0
-    for slab in null:
-        rows = (slab.batch, slice(None), slab.heads)
-        found = compare(slab.out.transpose(1, 0, 2), _select(expected["out"], rows), judged_out[rows])
+    for group in null:
+        rows = (group.batch, slice(None), group.heads)
+        found = compare(group.out.transpose(1, 0, 2), _select(expected["out"], rows), judged_out[rows])
         margin = max(margin, found.ratio / limits["out"])
         if compares_logsumexp:
-            heads = (slab.batch, slab.heads)
-            logsumexp = convert_from_contract(slab.logsumexp, formulas)
+            heads = (group.batch, group.heads)
+            logsumexp = convert_from_contract(group.logsumexp, formulas)
             found = compare(logsumexp, _select(expected["logsumexp"], heads), subject.judged_residuals[heads])
             margin = max(margin, found.ratio / limits["logsumexp"])
         if margin >= enough:
@@ -157,7 +157,7 @@ def _has_choice(problem: Problem) -> bool:
     return bool(columns.max() > 1)
 
 
-def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, Iterable[NullSlab]]]:
+def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, Iterable[NullHeadGroup]]]:
     """Yield the null results of the forward pass, with their names, that differ from this problem's true result."""
     if problem.allowed.any():
         yield "zeros", _iter_zeros(problem)
@@ -165,17 +165,17 @@ def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, Iterable[NullSl
         same_keys = problem.resolved_mask
         plain: dict[str, Any] = {operand.name: None for operand in REMOVABLE if operand.name != "segment_ids"}
         flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), **plain)
-        yield "mean_of_v", oracle.iter_slabs(flat)
+        yield "mean_of_v", oracle.iter_head_groups(flat)
     for name, changed in _iter_altered_problems(problem):
-        yield name, oracle.iter_slabs(changed)
+        yield name, oracle.iter_head_groups(changed)
 
 
-def _iter_zeros(problem: Problem) -> Iterator[_ZeroSlab]:
+def _iter_zeros(problem: Problem) -> Iterator[_ZeroHeadGroup]:
     """Yield `out` and `logsumexp` of zero, head by head."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     for row, head in itertools.product(range(batch), range(num_q_heads)):
         out = np.zeros((1, q_length, problem.v.shape[-1]))
-        yield _ZeroSlab(row, slice(head, head + 1), out, out[..., 0])
+        yield _ZeroHeadGroup(row, slice(head, head + 1), out, out[..., 0])
 
 
 def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:

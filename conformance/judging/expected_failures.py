@@ -18,7 +18,7 @@ from reports.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})
 _WORD, _SHAPE_PLACE = re.compile("[a-z]+"), 2  # the phase, the dtype and the shape come first in an id
-_MAX_PARTS = 3  # the largest number of parts of a case id that a suggested pattern names
+_MAX_COMPONENTS = 3  # the largest number of components of a case id that a suggested pattern names
 _MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names one by one
 
 
@@ -184,7 +184,7 @@ def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
         ):  # `softcap2` and `softcap30` are matched by how they begin
             parts += [f"{word[0]}*"] * all(any(x.startswith(word[0]) for x in other) for other in split[1:])
     yield "*"
-    for count in range(1, _MAX_PARTS + 1):
+    for count in range(1, _MAX_COMPONENTS + 1):
         for chosen in itertools.combinations(parts, count):
             for query in ("*/" + "/*/".join(chosen), "*/" + "/".join(chosen), "/".join(chosen), "/*/".join(chosen)):
                 if all(matches_query(query, case) for case in failing):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from cases.case import Case
-from cases.case_space.clue_numbers import Clues
+from cases.case_space.code_numbers import CodeNumbers
 from cases.operand_registry import REMOVABLE
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -32,8 +32,9 @@ class Exploration:
       shrinks: number of cases judged to shrink the first wrong one.
       shrunk: whether shrinking ran to its end.
       reached: number of judged cases with each feature, distribution of values and phase.
-      clues: the numbers found in the implementation's source.
-      used: the clues that were tried, with the size or soft cap of a judged case that was at or beside the clue.
+      code_numbers: the numbers found in the implementation's source.
+      used: the code numbers that were tried, with the size or soft cap of a judged case that was at or beside the code
+        number.
       beyond: number of pairs of properties (marks, `cases.case_space.novelty`) that judged cases combine and no case of
         the grids does.
       seconds: duration of the exploration.
@@ -49,7 +50,7 @@ class Exploration:
     shrinks: int
     shrunk: bool
     reached: collections.Counter[str]
-    clues: Clues
+    code_numbers: CodeNumbers
     used: tuple[str, ...]
     beyond: int
     seconds: float
@@ -91,7 +92,7 @@ def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
         f"reached {', '.join(f'{name} {count}' for name, count in exploration.reached.most_common()) or 'nothing'}",
     ]
     lines += [
-        f"clues: {exploration.clues.format_numbers()}"
+        f"numbers in the code: {exploration.code_numbers.format_numbers()}"
         + (f"; tried around them: {', '.join(exploration.used)}" if exploration.used else ""),
         f"{exploration.beyond} pairs of properties that the grid does not combine",
     ]

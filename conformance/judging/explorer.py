@@ -7,8 +7,8 @@ second, nearly all of it compilation. So Hypothesis is used in an unusual way:
 - Several batches fill a pool. Of each pool, only the cases with the most new combinations of properties are judged.
 - While a case shrinks, only the check that failed is run.
 
-Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the *clues*: numbers
-found in the kernel's source (`conformance.execution.kernel_constants`).
+Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the *code numbers*:
+numbers found in the kernel's source (`conformance.execution.kernel_constants`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from cases.case import Case
 from cases.case_id import matches_query
 from cases.case_space.alternatives import NothingToDraw
 from cases.case_space.case_strategies import draw_cases
-from cases.case_space.clue_numbers import Clues
+from cases.case_space.code_numbers import CodeNumbers
 from cases.case_space.novelty import Novelty
 from conformance import interrupts
 from conformance.check_api.scopes import GRID, ImplementationGrids
 from conformance.checks import CHECKS, Check
 from conformance.execution import kernel_errors
-from conformance.execution.kernel_constants import report_clues
+from conformance.execution.kernel_constants import report_code_numbers
 from conformance.judging.exploration import (
     Exploration,
     JudgedCase,
@@ -147,38 +147,41 @@ def build_budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
-class InvalidClues(Exception):
-    """The kernel's process sent no valid list of clues; the message is one line."""
+class InvalidCodeNumbers(Exception):
+    """The kernel's process sent no valid list of code numbers; the message is one line."""
 
 
-_MAX_CLUES = 64  # more than `report_clues` ever returns
+_MAX_NUMBERS = 64  # more than `report_code_numbers` ever returns
 _Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-# The type of the clues that `report_clues` returns: integers, floats, and the numbers of both that are in the source.
-_ClueNumbers = tuple[
-    Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
-    Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],
-    Annotated[list[_Number], msgspec.Meta(max_length=2 * _MAX_CLUES)],
+# The type of the code numbers that `report_code_numbers` returns: integers, floats, and the numbers of both that are in
+# the source.
+_SentNumbers = tuple[
+    Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_NUMBERS)],
+    Annotated[list[_Number], msgspec.Meta(max_length=_MAX_NUMBERS)],
+    Annotated[list[_Number], msgspec.Meta(max_length=2 * _MAX_NUMBERS)],
 ]
 
 
-def _request_clues(implementation: Implementation) -> Clues:
-    """Request the clues, the numbers in a kernel's source, from the kernel's process.
+def _request_code_numbers(implementation: Implementation) -> CodeNumbers:
+    """Request the code numbers, the numbers in a kernel's source, from the kernel's process.
 
     Raises:
-      InvalidClues: if the answer is no valid list of numbers. The kernel can forge the answer.
+      InvalidCodeNumbers: if the answer is no valid list of numbers. The kernel can forge the answer.
     """
     try:
-        integers, floats, in_source = msgspec.convert(create_executor(implementation).run(report_clues), _ClueNumbers)
+        integers, floats, in_source = msgspec.convert(
+            create_executor(implementation).run(report_code_numbers), _SentNumbers
+        )
     except (Exception, ProcessLost) as error:  # the kernel can also choose the exception
         reason = (
             str(error)
             if isinstance(error, msgspec.ValidationError | ProcessLost)
             else kernel_errors.describe_kernel_error(error)
         )
-        raise InvalidClues(
+        raise InvalidCodeNumbers(
             f"{implementation.name} sent no valid list of the numbers in its source: {reason}"
         ) from error
-    return Clues(tuple(integers), tuple(floats), frozenset(in_source))
+    return CodeNumbers(tuple(integers), tuple(floats), frozenset(in_source))
 
 
 class OutOfTime(BaseException):
@@ -202,7 +205,7 @@ def explore(
     budget: Budget,
     *,
     query: str | None = None,
-    clues: Clues | None = None,
+    code_numbers: CodeNumbers | None = None,
     on_case: Callable[[JudgedCase], None] = lambda seen: None,
     options: Sequence[str] = (),
     pool: TaskPool | None = None,
@@ -216,7 +219,7 @@ def explore(
         wrong.
       budget: the limits after which the exploration stops.
       query: draw only cases that this query matches.
-      clues: numbers near which sizes are tried; by default the numbers found in the implementation's source.
+      code_numbers: numbers near which sizes are tried; by default the numbers found in the implementation's source.
       on_case: called with each judged case.
       options: command-line options for the commands that reproduce a record: how the kernel is found and run.
       pool: judges drawn cases in its processes, several at once; None to judge them here. A wrong case is shrunk here.
@@ -225,11 +228,11 @@ def explore(
 
     Raises:
       cases.case_space.alternatives.NothingToDraw: if no plain case is both supported and matched by `query`.
-      InvalidClues: if the kernel's process sends no valid clues.
+      InvalidCodeNumbers: if the kernel's process sends no valid code_numbers.
     """
-    found_clues = _request_clues(implementation) if clues is None else clues
+    found_numbers = _request_code_numbers(implementation) if code_numbers is None else code_numbers
     explorer = _Explorer(
-        implementation, settings, budget, query, found_clues, on_case, options, pool, kernels or KernelOptions()
+        implementation, settings, budget, query, found_numbers, on_case, options, pool, kernels or KernelOptions()
     )
     return explorer.run()
 
@@ -243,7 +246,7 @@ class _Explorer:
         settings: Settings,
         budget: Budget,
         query: str | None,
-        clues: Clues,
+        code_numbers: CodeNumbers,
         on_case: Callable[[JudgedCase], None],
         options: Sequence[str],
         pool: TaskPool | None,
@@ -254,9 +257,9 @@ class _Explorer:
         self._implementation = implementation
         self._budget = budget
         self._query = query
-        self._clues = clues
+        self._code_numbers = code_numbers
         self._on_case = on_case
-        self._novelty = Novelty((), clues)
+        self._novelty = Novelty((), code_numbers)
         self._started = time.monotonic()
         self._right: dict[Case, list[Record]] = {}
         self._wrong: dict[Case, list[Record]] = {}
@@ -276,12 +279,12 @@ class _Explorer:
             interrupts.raise_if_stopped()
             with contextlib.suppress(OutOfTime):
                 strategies = [draw_cases(self._supports)]
-                if self._clues:
-                    strategies.insert(0, draw_cases(self._supports, clues=self._clues))
+                if self._code_numbers:
+                    strategies.insert(0, draw_cases(self._supports, code_numbers=self._code_numbers))
                 # `draw_cases` asks which cases are supported, to find what can be drawn. Those declined do not count.
                 self._declined.clear()
                 grids = ImplementationGrids(self._implementation, "quick", 0)
-                self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._clues)
+                self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._code_numbers)
                 self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:
@@ -471,7 +474,7 @@ class _Explorer:
             shrinks=len(self._wrong) + len(self._right_smaller) - (self._first is not None),
             shrunk=self._shrunk,
             reached=reached,
-            clues=self._clues,
+            code_numbers=self._code_numbers,
             used=tuple(sorted(self._novelty.used)),
             beyond=self._novelty.beyond,
             seconds=time.monotonic() - self._started,

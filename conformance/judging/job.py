@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case
-from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import GRID
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import Check
 from impls.contract.implementation import Implementation
 
@@ -15,13 +15,13 @@ from impls.contract.implementation import Implementation
 class Job:
     """One implementation, one case, and the checks to run on it, which share compiled functions and oracle results.
 
-    `rotation` names the costly questions that the checks ask of this case.
+    `selection` names the costly subchecks that run on this case.
     """
 
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    rotation: Rotation = FULL_ROTATION
+    selection: Subchecks = ALL_SUBCHECKS
 
     @property
     def is_on_grid(self) -> bool:

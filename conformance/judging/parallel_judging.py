@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from cases.case_id import parse_case_id
-from conformance.check_api.rotation import Rotation
+from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import source_digests
 from conformance.execution.implementation_registry import ImplementationNotFound, is_builtin
@@ -52,7 +52,7 @@ class _JobSpec:
     kernels: KernelOptions
     case: str
     checks: tuple[str, ...]
-    rotation: Rotation
+    selection: Subchecks
     exploring: bool = False
 
 
@@ -117,7 +117,7 @@ def _split(specs: tuple[_JobSpec, ...]) -> Iterable[tuple[_JobSpec, ...]]:
 def _serialize_job(job: Job, kernels: KernelOptions, *, exploring: bool) -> _JobSpec:
     """Replace the parts of a job by the names from which a worker finds them."""
     checks = tuple(check.name for check in job.checks)
-    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.rotation, exploring)
+    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.selection, exploring)
 
 
 def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
@@ -172,7 +172,7 @@ def _judge(folder: Path, specs: Sequence[_JobSpec]) -> list[list[Record]]:
     for spec in specs:
         checks = tuple(CHECKS_BY_NAME[name] for name in spec.checks)
         implementation = _find_implementation(spec.implementation, spec.kernels)
-        job = Job(implementation, parse_case_id(spec.case), checks, spec.rotation)
+        job = Job(implementation, parse_case_id(spec.case), checks, spec.selection)
         with disk_cache.disable_cache() if spec.exploring else contextlib.nullcontext():
             results.append(_create_runner(folder, spec.kernels, spec.exploring).judge(job))
     return results

@@ -19,8 +19,8 @@ from collections.abc import Sequence, Set
 
 from cases.case import Case
 from cases.case_space.novelty import Pair, find_marks, pair_marks
-from conformance.check_api.rotation import Rotation
 from conformance.check_api.scopes import FIRST
+from conformance.check_api.subchecks import Subchecks
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
@@ -92,16 +92,16 @@ def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:
         program_without_seed = job.case.program.rpartition("/")[0]
         by_program.setdefault(program_without_seed, []).append(place)
     places = list(by_program.values())
-    questions = tuple(tuple((on_grid[place].case, on_grid[place].rotation) for place in program) for program in places)
-    return [[on_grid[place] for place in places[number]] for number in _order_greedily(questions)]
+    judged = tuple(tuple((on_grid[place].case, on_grid[place].selection) for place in program) for program in places)
+    return [[on_grid[place] for place in places[number]] for number in _order_greedily(judged)]
 
 
-Question = tuple[Case, Rotation]
-"""A case, and the rotation that names the costly questions that checks ask of the case."""
+JudgedCase = tuple[Case, Subchecks]
+"""A case, and the costly subchecks that run on it."""
 
 
 @functools.lru_cache(maxsize=64)
-def _order_greedily(programs: tuple[tuple[Question, ...], ...]) -> tuple[int, ...]:
+def _order_greedily(programs: tuple[tuple[JudgedCase, ...], ...]) -> tuple[int, ...]:
     """Return the indices of programs in the order of greedy set cover.
 
     The result is cached, since kernels that support the same features get the same cases.
@@ -120,37 +120,37 @@ def _order_greedily(programs: tuple[tuple[Question, ...], ...]) -> tuple[int, ..
         if waiting and value > waiting[0][0]:
             heapq.heappush(waiting, (value, number))
             continue
-        for question in programs[number]:
-            met |= collect_marks(question)
-            met_pairs |= pair_marks(collect_marks(question))
+        for judged in programs[number]:
+            met |= collect_marks(judged)
+            met_pairs |= pair_marks(collect_marks(judged))
         ordered.append(number)
     return tuple(ordered)
 
 
-def compute_value(program: Sequence[Question], met: Set[str], met_pairs: Set[Pair]) -> float:
+def compute_value(program: Sequence[JudgedCase], met: Set[str], met_pairs: Set[Pair]) -> float:
     """Compute the value per cost of a program's cases: the weighted number of marks and pairs that are not met yet.
 
     Args:
-      program: the cases that share the program, with their rotations.
+      program: the cases that share the program, with their costly subchecks.
       met: marks of the programs taken so far.
       met_pairs: pairs of marks of the programs taken so far.
     """
-    marks_by_case = [collect_marks(question) for question in program]
+    marks_by_case = [collect_marks(judged) for judged in program]
     new_marks = frozenset[str]().union(*marks_by_case) - met
     new_pairs = frozenset[Pair]().union(*map(pair_marks, marks_by_case)) - met_pairs
     cost = _estimate_cost(*program[0]) + _SHARED_CASE_COST * (len(program) - 1)
     return (_PAIRS_PER_MARK * len(new_marks) + len(new_pairs)) / cost
 
 
-def collect_marks(question: Question) -> frozenset[str]:
-    """Return the marks of a case, and one more mark for each costly question that its rotation names."""
-    case, turn = question
-    pulled_back = itertools.chain(turn.pullbacks, turn.cotangents) if case.phase == "train" else ()
-    return find_marks(case) | {f"asks {what}" for what in itertools.chain(pulled_back, turn.laws, turn.poisons)}
+def collect_marks(judged: JudgedCase) -> frozenset[str]:
+    """Return the marks of a case, and one more mark for each costly subcheck that runs on it."""
+    case, chosen = judged
+    pulled_back = itertools.chain(chosen.pullbacks, chosen.cotangents) if case.phase == "train" else ()
+    return find_marks(case) | {f"asks {what}" for what in itertools.chain(pulled_back, chosen.laws, chosen.poisons)}
 
 
-def _estimate_cost(case: Case, turn: Rotation) -> float:
+def _estimate_cost(case: Case, selection: Subchecks) -> float:
     """Estimate the cost of a case, in units of one forward program of `dot_product`."""
     multiplications = case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)
-    calls = len(turn.pullbacks) if case.phase == "train" else 0
+    calls = len(selection.pullbacks) if case.phase == "train" else 0
     return _FORWARD_COST + _PULLBACK_COST * calls + multiplications * (1 + 3 * bool(calls)) / _MULTIPLICATIONS_PER_COST

@@ -54,7 +54,7 @@ class _ProvenanceGroup:
         return f"{self.implementation} ({', '.join(filter(None, (self.platform, self.label)))})"
 
     @property
-    def contender(self) -> tuple[str, str]:
+    def judged(self) -> tuple[str, str]:
         """The implementation and platform. Groups of other provenance may have the same."""
         return self.implementation, self.platform
 
@@ -110,7 +110,7 @@ def aggregate_runs(
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
-        check_meanings={check.name: check.question for check in CHECKS},
+        check_meanings={check.name: check.about for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
         runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )
@@ -121,7 +121,7 @@ def _list_marks(group: _ProvenanceGroup, groups: Iterable[_ProvenanceGroup]) -> 
 
     The list is empty unless another group has runs of this kernel in the same file.
     """
-    others = (other for other in groups if other is not group and other.contender == group.contender)
+    others = (other for other in groups if other is not group and other.judged == group.judged)
     if not any(group.sources & other.sources for other in others):
         return []
     return list(dict.fromkeys(one.run.identity_mark if one.run is not None else "" for one in group.runs))
@@ -131,10 +131,10 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
     """Group records by implementation, platform and provenance."""
     groups: dict[tuple[str, str], list[tuple[dict[str, str] | None, list[Record]]]] = {}
     for one in recorded:
-        by_contender: dict[tuple[str, str], list[Record]] = {}
+        by_implementation: dict[tuple[str, str], list[Record]] = {}
         for record in one.records:
-            by_contender.setdefault((record.implementation, record.platform), []).append(record)
-        for key, its_records in by_contender.items():
+            by_implementation.setdefault((record.implementation, record.platform), []).append(record)
+        for key, its_records in by_implementation.items():
             provenance = _find_provenance(one, key[0])
             existing = next((group for group in groups.setdefault(key, []) if group[0] == provenance), None)
             if existing is None:

@@ -10,13 +10,13 @@ from typing import Any
 from cases.case import Case
 from cases.case_id import matches_query
 from cases.regressions import REGRESSIONS
-from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import FRONT, GRID, SCOPES, ImplementationGrids
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS, Check
 from conformance.judging import prioritization
 from conformance.judging.job import Job
-from conformance.judging.rotation_assignment import assign_rotations, assign_size_rotations
 from conformance.judging.run_levels import get_grid_level
+from conformance.judging.subcheck_assignment import assign_size_subchecks, assign_subchecks
 from impls.contract.implementation import Implementation
 from reports.records import CoveringArraySize
 
@@ -146,15 +146,15 @@ def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first:
         scope_checks = tuple(check for check in checks if check.scope is scope)
         if not scope_checks or not (first or scope.seeded):
             continue
-        # At `quick`, each case of the grids gets some of the costly questions, unless the user named checks.
+        # At `quick`, each case of the grids gets some of the costly subchecks, unless the user named checks.
         takes_turns = grids.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
-        rotations: dict[Case, Rotation] = {}
+        selections: dict[Case, Subchecks] = {}
         if takes_turns:
-            rotations = assign_size_rotations(implementation, grids.sizes, seed)
+            selections = assign_size_subchecks(implementation, grids.sizes, seed)
             for grid in (*grids.operand_grids, grids.grid):
-                rotations |= assign_rotations(implementation, grid, seed)
+                selections |= assign_subchecks(implementation, grid, seed)
         jobs += [
-            Job(implementation, case, scope_checks, rotations.get(case, FULL_ROTATION)) for case in scope.cases(grids)
+            Job(implementation, case, scope_checks, selections.get(case, ALL_SUBCHECKS)) for case in scope.cases(grids)
         ]
     return jobs
 
@@ -195,7 +195,10 @@ def plan_problem(
 
 
 def plan_case(
-    implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, turn: Rotation = FULL_ROTATION
+    implementation: Implementation,
+    case: Case,
+    checks: Iterable[Check] = CHECKS,
+    selection: Subchecks = ALL_SUBCHECKS,
 ) -> Plan:
     """Plan one case: the checks of the grid, or the checks of refusals if the case is not supported.
 
@@ -206,7 +209,7 @@ def plan_case(
       implementation: the implementation to judge.
       case: the case.
       checks: the checks to choose from.
-      turn: the rotation, which names the costly questions that checks ask of the case.
+      selection: the costly subchecks that run on the case.
     """
     chosen = tuple(checks)
     supported = implementation.supports(case) is None
@@ -220,4 +223,4 @@ def plan_case(
     ]
     case_checks = tuple(check for check in chosen if check.scope in scopes)
     # An unsupported case is planned whichever checks are named, so that a record gives the reason.
-    return Plan((Job(implementation, case, case_checks, turn),) if case_checks or not supported else (), ())
+    return Plan((Job(implementation, case, case_checks, selection),) if case_checks or not supported else (), ())

@@ -18,7 +18,7 @@ import numpy as np
 
 from conformance import interrupts
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, format_distinct
-from conformance.check_api.rotation import FULL_ROTATION, list_pullbacks
+from conformance.check_api.subchecks import ALL_SUBCHECKS, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.execution import implementation_registry
@@ -42,7 +42,7 @@ ABANDONED_CASE = "no further check of this case was run"
 _CLEAR_EVERY = 60
 # Checks that can judge an accelerator's kernel on a machine without the accelerator, by compiling or interpreting it.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
-# Checks that differentiate one of the two calls (with or without residuals), the one that the rotation names.
+# Checks that differentiate one of the two calls (with or without residuals), the one that `Subchecks` names.
 _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 
 
@@ -101,7 +101,7 @@ class Runner:
             job.implementation.name, create_executor(job.implementation, self._compiler_options)
         )
         needs_gradients = any(check.name == "gradients" for check in job.checks)
-        subject = Subject(executor, job.case, self._settings.tolerances, job.rotation, needs_gradients)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.selection, needs_gradients)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
@@ -137,7 +137,7 @@ class Runner:
 
     def report_lost(self, job: Job) -> list[Record]:
         """Return the records of a job whose process died: an error for each of its checks."""
-        subject = Subject(create_executor(job.implementation), job.case, self._settings.tolerances, job.rotation)
+        subject = Subject(create_executor(job.implementation), job.case, self._settings.tolerances, job.selection)
         reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
         judgement = Judgement(observable="all", verdict=records.ERROR, reason=reason)
         lost_records = [_build_record(subject, check.name, judgement, None, 0.0) for check in job.checks]
@@ -215,11 +215,11 @@ def format_reproduction(subject: Subject, check: str) -> str:
     command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     if check in CHECKS_BY_NAME:
         command += f" --check={check}"
-    is_residual_pullback = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(
+    is_residual_pullback = "plain" not in subject.selection.pullbacks and "plain" in list_pullbacks(
         subject.implementation, subject.case
     )
     return (
-        f"{command} --pullback={subject.rotation.pullbacks[0]}"
+        f"{command} --pullback={subject.selection.pullbacks[0]}"
         if is_residual_pullback and check in _ROTATED_PULLBACK_CHECKS
         else command
     )
@@ -277,13 +277,13 @@ def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iter
 def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
     """Return a subject that discriminates, if possible, and its margins.
 
-    If the case does not discriminate with the questions of its rotation, the full rotation replaces it.
+    If the case does not discriminate with the subchecks of its selection, all subchecks replace them.
     """
     margins = discrimination.compute_margins(subject)
     discriminates = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
-    if discriminates or subject.rotation == FULL_ROTATION:
+    if discriminates or subject.selection == ALL_SUBCHECKS:
         return subject, margins
-    subject = dataclasses.replace(subject, rotation=FULL_ROTATION)
+    subject = dataclasses.replace(subject, selection=ALL_SUBCHECKS)
     return subject, discrimination.compute_margins(subject)
 
 

@@ -133,9 +133,9 @@ def _reap(kernel: int) -> int | None:
 
 def _remove_for_ended_judge(status: int, scratch: str) -> None:
     """Remove the scratch folder if the judge was killed, which shows in the status pipe: it has no reader."""
-    watched = select.poll()
-    watched.register(status, 0)
-    if watched.poll(_JUDGE_END_SECONDS * 1000):
+    poller = select.poll()
+    poller.register(status, 0)
+    if poller.poll(_JUDGE_END_SECONDS * 1000):
         temporary_folders.remove_folder(scratch)
 
 

@@ -1,7 +1,7 @@
 """Find functions of JAX, NumPy, Python and this project that a kernel has replaced in its own process.
 
 The judge's requests are executed with these functions. So a kernel that replaces `jax.vjp` could return gradients that
-it does not compute. The check finds, in watched modules:
+it does not compute. The check finds, in checked modules:
 
 - names that refer to another object than before the kernel was imported;
 - methods that a class of this project gained or lost;
@@ -33,8 +33,8 @@ operator dataclasses math io
 """
 _LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
 _OURS = ("cases.", "conformance.", "impls.contract.", "reports.")
-_WATCHED_OS_NAMES = ("read", "write", "getpid", "_exit")
-# Built-in functions that are not watched: libraries replace some of them legitimately, for example to trace imports or
+_CHECKED_OS_NAMES = ("read", "write", "getpid", "_exit")
+# Built-in functions that are not checked: libraries replace some of them legitimately, for example to trace imports or
 # to show progress.
 _REPLACEABLE_BUILT_INS = (
     "__import__",
@@ -60,8 +60,8 @@ _MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchedNamespace:
-    """The watched names of one namespace. Comparing them together is faster than one by one.
+class CheckedNamespace:
+    """The checked names of one namespace. Comparing them together is faster than one by one.
 
     Attributes:
       namespace: the variables of a module, the attributes of a class, or `sys.modules`.
@@ -89,29 +89,29 @@ class WatchedNamespace:
 
 @dataclasses.dataclass(frozen=True)
 class NameSnapshot:
-    """The objects that watched names referred to before the kernel was imported.
+    """The objects that checked names referred to before the kernel was imported.
 
     Plain tuples are used for speed, since all names are compared after each call.
 
     Attributes:
-      bindings: for each watched name a label, the namespace, the name in the namespace, and the object.
+      bindings: for each checked name a label, the namespace, the name in the namespace, and the object.
       namespaces: the same bindings, grouped by namespace.
-      functions: for each watched function a label, the function, its code, its defaults and its keyword defaults.
-      referents: all objects that the watched functions referred to when they were last found unchanged.
+      functions: for each checked function a label, the function, its code, its defaults and its keyword defaults.
+      referents: all objects that the checked functions referred to when they were last found unchanged.
       jit_disabled: whether `jit` was switched off before the kernel was imported, for example by `JAX_DISABLE_JIT`.
     """
 
     bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
-    namespaces: tuple[WatchedNamespace, ...]
+    namespaces: tuple[CheckedNamespace, ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
     referents: list[Any]
     jit_disabled: bool
 
 
 def take_snapshot() -> NameSnapshot:
-    """Record the functions, classes and methods of the watched modules."""
+    """Record the functions, classes and methods of the checked modules."""
     bindings: list[tuple[str, Mapping[str, Any], str, Any]] = [
-        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _WATCHED_OS_NAMES
+        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _CHECKED_OS_NAMES
     ]
     bindings += [
         (f"builtins.{name}", vars(builtins), name, value)
@@ -143,13 +143,13 @@ def take_snapshot() -> NameSnapshot:
 
 
 def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
-    # Other attributes that a class gains later are not watched: Python adds some, such as annotations, on first use.
+    # Other attributes that a class gains later are not checked: Python adds some, such as annotations, on first use.
     attributes = vars(kind)  # each call makes a new object
     for name in {*attributes, *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
         yield f"{label}.{name}", attributes, name, attributes.get(name, _MISSING)
 
 
-def _group_by_namespace(bindings: list[tuple[str, Mapping[str, Any], str, Any]]) -> Iterator[WatchedNamespace]:
+def _group_by_namespace(bindings: list[tuple[str, Mapping[str, Any], str, Any]]) -> Iterator[CheckedNamespace]:
     for _, group in itertools.groupby(sorted(bindings, key=_identify_namespace), key=_identify_namespace):
         found = list(group)
         present = [(name, value) for _, _, name, value in found if value is not _MISSING]
@@ -158,7 +158,7 @@ def _group_by_namespace(bindings: list[tuple[str, Mapping[str, Any], str, Any]])
         present = [*present, *present] if len(present) == 1 else present
         names, objects = zip(*present, strict=True) if present else ((), ())
         get_objects = operator.itemgetter(*names) if names else _get_no_objects
-        yield WatchedNamespace(found[0][1], get_objects, objects, absent)
+        yield CheckedNamespace(found[0][1], get_objects, objects, absent)
 
 
 def _get_no_objects(namespace: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ def _identify_namespace(binding: tuple[str, Mapping[str, Any], str, Any]) -> int
 
 
 def find_replaced(before: NameSnapshot) -> list[str]:
-    """Return the labels of watched names and functions that differ from the snapshot, sorted."""
+    """Return the labels of checked names and functions that differ from the snapshot, sorted."""
     found: list[str] = []
     if not all(namespace.is_unchanged() for namespace in before.namespaces):
         found += (label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value)

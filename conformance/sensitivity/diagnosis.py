@@ -1,10 +1,10 @@
 """Find the planted bugs whose failures are most similar to those of a kernel, to suggest what is wrong with the kernel.
 
-The input is the kernel's signature and the signatures of all planted bugs: the sizes of their errors on the same cases
-(`conformance.sensitivity.failure_signatures`). A run with failures reports the bugs that `diagnose` returns.
+The input is the kernel's error profile and the error profiles of all planted bugs: the sizes of their errors on the
+same cases (`conformance.sensitivity.error_profiles`). A run with failures reports the bugs that `diagnose` returns.
 
-Signatures are compared by Tversky's index of two sets (Tversky, 1977, "Features of similarity"). The elements of a set
-are the wrong results. The index is the weight of the common elements, divided by the weight of all elements.
+Error profiles are compared by Tversky's index of two sets (Tversky, 1977, "Features of similarity"). The elements of a
+set are the wrong results. The index is the weight of the common elements, divided by the weight of all elements.
 
 - An element that only the bug has counts in full: it is evidence against the bug.
 - An element that only the kernel has counts less, since a kernel may have several faults.
@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
+from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, Element, ErrorProfile, KnownBug
 
 MAX_NAMED = 3
 """The largest number of bugs that are named for one fault, and the largest number of faults of a kernel."""
@@ -67,30 +67,30 @@ class Similarity:
     rest: int
 
 
-def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
+def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
     """Return one list of most similar bugs for each fault of a kernel; at most `MAX_NAMED` faults.
 
     The first list is for all failures of the kernel. Then the cases that its most similar bug fails are removed, and
     the remaining failures are compared again. So a kernel with two faults gets two lists.
     """
     faults: list[list[Similarity]] = []
-    while len(faults) < MAX_NAMED and (nearest := find_nearest(signature, bank)):
+    while len(faults) < MAX_NAMED and (nearest := find_nearest(profile, bank)):
         faults.append(nearest)
-        shown = {case for case, _ in nearest[0].bug.signature.wrong}
-        signature = Signature({case: sizes for case, sizes in signature.sizes.items() if case not in shown})
+        shown = {case for case, _ in nearest[0].bug.profile.wrong}
+        profile = ErrorProfile({case: sizes for case, sizes in profile.sizes.items() if case not in shown})
     return faults
 
 
 def find_nearest(
-    signature: Signature, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
+    profile: ErrorProfile, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
 ) -> list[Similarity]:
     """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
 
     Bugs that are not possible, by what else is known of the kernel, are left out.
     """
     named: dict[str, Similarity] = {}
-    minimum = _compute_min_similarity(signature)
-    for each in rank_bugs(signature, bank):
+    minimum = _compute_min_similarity(profile)
+    for each in rank_bugs(profile, bank):
         if each.similarity < minimum or len(named) == MAX_NAMED:
             break
         if each.bug.kind not in named and is_possible(each.bug):
@@ -98,32 +98,32 @@ def find_nearest(
     return list(named.values())
 
 
-def _compute_min_similarity(signature: Signature) -> float:
-    """Compute the similarity that a bug must have to be named for a kernel with this signature."""
-    everywhere = all(any(size is not None for size in sizes.values()) for sizes in signature.sizes.values())
+def _compute_min_similarity(profile: ErrorProfile) -> float:
+    """Compute the similarity that a bug must have to be named for a kernel with this error profile."""
+    everywhere = all(any(size is not None for size in sizes.values()) for sizes in profile.sizes.values())
     return (
-        MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(signature.sizes))
-        if everywhere and signature.sizes
+        MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(profile.sizes))
+        if everywhere and profile.sizes
         else MIN_SIMILARITY
     )
 
 
-def rank_bugs(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
+def rank_bugs(profile: ErrorProfile, bank: Iterable[KnownBug]) -> list[Similarity]:
     """Sort the bugs that share any wrong result with a kernel by similarity, the most similar first."""
-    compared = (compare_signatures(signature, bug) for bug in bank if bug.family not in SURROUNDING_FAMILIES)
+    compared = (compare_profiles(profile, bug) for bug in bank if bug.family not in SURROUNDING_FAMILIES)
     return sorted((each for each in compared if each.shared), key=lambda each: (-each.similarity, each.bug.name))
 
 
-def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
-    """Compare the errors of a kernel (its signature) with those of a planted bug, where both were judged."""
-    of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
+def compare_profiles(profile: ErrorProfile, bug: KnownBug) -> Similarity:
+    """Compare the errors of a kernel (its error profile) with those of a planted bug, where both were judged."""
+    of_kernel, of_bug = _select_comparable(profile, bug.profile), _select_comparable(bug.profile, profile)
     index = _compute_tversky_index(of_kernel, of_bug)
     wrong = {get_result_name(element) for element in of_kernel}
     if all(name.startswith("d") for name in wrong):
         in_same_gradients = {element: size for element, size in of_bug.items() if get_result_name(element) in wrong}
         index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(of_kernel, in_same_gradients))
     both = sorted(of_kernel.keys() & of_bug.keys())
-    return Similarity(bug, index, tuple(both), len(signature.wrong) - len(both))
+    return Similarity(bug, index, tuple(both), len(profile.wrong) - len(both))
 
 
 def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:
@@ -147,7 +147,7 @@ def get_result_name(element: Element) -> str:
     return element[1].partition(CHECK_SEPARATOR)[0]
 
 
-def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]:
+def _select_comparable(one: ErrorProfile, other: ErrorProfile) -> dict[Element, float]:
     """Return the wrong results of `one` with their sizes, for the cases and results that `other` also contains."""
     return {
         (case, name): size

@@ -14,8 +14,8 @@ import jax
 import msgspec
 
 from cases.name_suggestions import suggest_query
-from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import ImplementationGrids
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.judging import provenance, run_plan
 from conformance.judging.job import Job
 from conformance.judging.journal import ResumeMismatchError, describe_resumed_jobs, load_resumed_run
@@ -175,8 +175,8 @@ def _build_plan(resolved: ResolvedRun) -> Plan:
         return run_plan.plan_problem(implementations, cases, checks)
     if spec.case is not None:
         case = parse_case(spec.case)
-        rotation = Rotation(pullbacks=(spec.pullback,)) if spec.pullback else FULL_ROTATION
-        plans = [run_plan.plan_case(implementation, case, checks, rotation) for implementation in implementations]
+        selection = Subchecks(pullbacks=(spec.pullback,)) if spec.pullback else ALL_SUBCHECKS
+        plans = [run_plan.plan_case(implementation, case, checks, selection) for implementation in implementations]
         return Plan(tuple(job for one in plans for job in one.jobs), ())
     if spec.regressions:
         return run_plan.plan_regressions(implementations, checks)

@@ -35,7 +35,7 @@ _PARTS_OF_IDS = (
     *(kind.name for kind in mask_spec.KINDS),
     *(level for operand in OPTIONAL for level in operand.levels if isinstance(level, str)),
 )
-"""Words that parts of a case id may be."""
+"""Words that components of a case id may be."""
 _MEMORY_FACTOR = 20
 """The memory that judging a case takes, as a multiple of the size of its operands in float64.
 

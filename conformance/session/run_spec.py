@@ -166,7 +166,7 @@ class RunSpec:
     cases: str | None = option(
         None,
         WHAT,
-        "only cases whose id matches: a prefix of whole parts, * is a wildcard",
+        "only cases whose id matches: its first components; * is a wildcard",
         metavar="QUERY",
         pytest=True,
         narrows="{option}={quoted}",

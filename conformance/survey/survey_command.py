@@ -146,11 +146,11 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         functions = tuple(
             survey_results.summarize_function(
                 one,
-                summary.groups.by_contender[one.contender],
-                info.declared.get(one.contender.label) or info.declared.get(one.contender.implementation) or (),
-                _read_speeds(folder).get(one.contender.implementation, {}),
+                summary.groups.by_implementation[one.implementation],
+                info.declared.get(one.implementation.label) or info.declared.get(one.implementation.name) or (),
+                _read_speeds(folder).get(one.implementation.name, {}),
             )
-            for one in summary.contenders
+            for one in summary.implementations
         )
         started = recorded[0].run.started if recorded[0].run is not None else ""
         environment = {**info.environment, "machine": _describe_machine()}

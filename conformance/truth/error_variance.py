@@ -61,7 +61,7 @@ import math
 import numpy as np
 
 from cases.operand_values import Cotangent, Problem
-from conformance.truth.oracle import Array, Slab, iter_slabs
+from conformance.truth.oracle import Array, HeadGroup, iter_head_groups
 from conformance.truth.roundoff import Roundoff, get_dtype_name
 from impls.contract.declarations import Arithmetic
 
@@ -129,11 +129,11 @@ def compute_error_variance(
             names["dbias"] = problem.bias.shape
     values = {name: np.zeros(shape) for name, shape in names.items()}
     variances = {name: np.zeros(shape) for name, shape in names.items()}
-    for slab in iter_slabs(problem):
-        _add_forward(values, variances, slab, u)
+    for group in iter_head_groups(problem):
+        _add_forward(values, variances, group, u)
         if cotangent is not None:
-            do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
-            _add_backward(values, variances, slab, do, u, dtype)
+            do = cotangent.out[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)
+            _add_backward(values, variances, group, do, u, dtype)
     spacings = {name: compute_ulp(value, dtype) for name, value in values.items()}
     return {
         name: ErrorVariance(values[name], variances[name] + spacings[name] ** 2 / 12, spacings[name]) for name in names
@@ -149,38 +149,38 @@ def _reject_bias(problem: Problem, u: Roundoff) -> None:
         raise ValueError(f"a bias must vary over keys and be {problem.q.dtype}, got {problem.bias.dtype}")
 
 
-def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
-    """Write one slab's `out` and its error variance into `values` and `variances`."""
-    squared = _to_float32(slab.p) ** 2
-    v = _to_float32(slab.v)
+def _add_forward(values: dict[str, Array], variances: dict[str, Array], group: HeadGroup, u: Roundoff) -> None:
+    """Write one group's `out` and its error variance into `values` and `variances`."""
+    squared = _to_float32(group.p) ** 2
+    v = _to_float32(group.v)
     variance = _compute_rounding_variance(squared, u) @ v**2
     if u.logits or u.softmax:
-        weighted = squared * _compute_logit_variance(slab, u)
-        out = slab.out
+        weighted = squared * _compute_logit_variance(group, u)
+        out = group.out
         variance = variance + weighted @ v**2 - 2 * out * (weighted @ v) + out**2 * weighted.sum(-1, keepdims=True)
     if u.softmax:
-        variance = variance + TERM * u.softmax**2 * slab.out**2
-    variance = variance + _compute_block_variance(slab.p, slab.v, u)
-    values["out"][slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
-    variances["out"][slab.batch, :, slab.heads] = variance.transpose(1, 0, 2)
+        variance = variance + TERM * u.softmax**2 * group.out**2
+    variance = variance + _compute_block_variance(group.p, group.v, u)
+    values["out"][group.batch, :, group.heads] = group.out.transpose(1, 0, 2)
+    variances["out"][group.batch, :, group.heads] = variance.transpose(1, 0, 2)
 
 
 def _add_backward(
-    values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
+    values: dict[str, Array], variances: dict[str, Array], group: HeadGroup, do: Array, u: Roundoff, dtype: str
 ) -> None:
-    """Write one slab's gradients and their error variances into `values` and `variances`."""
-    dp = slab.dp(do)
-    d = (slab.p * dp).sum(axis=-1, keepdims=True)
-    dz = slab.p * (dp - d)
-    mean_k = slab.p @ slab.k
-    dq = slab.scale * (dz @ slab.k)
-    dk_by_head = slab.scale * (dz.transpose(0, 2, 1) @ slab.q)
-    dv_by_head = slab.p.transpose(0, 2, 1) @ do
+    """Write one group's gradients and their error variances into `values` and `variances`."""
+    dp = group.dp(do)
+    d = (group.p * dp).sum(axis=-1, keepdims=True)
+    dz = group.p * (dp - d)
+    mean_k = group.p @ group.k
+    dq = group.scale * (dz @ group.k)
+    dk_by_head = group.scale * (dz.transpose(0, 2, 1) @ group.q)
+    dv_by_head = group.p.transpose(0, 2, 1) @ do
 
-    p2, dp2, dz2 = (_to_float32(x) ** 2 for x in (slab.p, dp, dz))
-    q2, k2, do2 = (_to_float32(x) ** 2 for x in (slab.q, slab.k, do))
+    p2, dp2, dz2 = (_to_float32(x) ** 2 for x in (group.p, dp, dz))
+    q2, k2, do2 = (_to_float32(x) ** 2 for x in (group.q, group.k, do))
     rounded_p, rounded_dz = (_compute_rounding_variance(x, u) for x in (p2, dz2))
-    shared = (rounded_p * dp2).sum(axis=-1) + (compute_ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
+    shared = (rounded_p * dp2).sum(axis=-1) + (compute_ulp(group.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
     w_dz = TERM * u.probabilities**2 * p2 * dp2 + rounded_dz
     in_dtype = TERM * u.softmax**2
     if u.softmax:
@@ -191,18 +191,18 @@ def _add_backward(
     by_pair = w_dz + p2 * _to_float32(shared)[..., None]
     w_p = rounded_p + in_dtype * p2
     if u.softmax:
-        var_dq = var_dq + in_dtype * (dq / slab.scale - d * mean_k) ** 2
-        by_pair = by_pair + in_dtype * _to_float32(dz - slab.p * d) ** 2
+        var_dq = var_dq + in_dtype * (dq / group.scale - d * mean_k) ** 2
+        by_pair = by_pair + in_dtype * _to_float32(dz - group.p * d) ** 2
     if u.logits or u.softmax:
-        w_z = _compute_logit_variance(slab, u)
-        p, small = _to_float32(slab.p), _to_float32(dz)
+        w_z = _compute_logit_variance(group, u)
+        p, small = _to_float32(group.p), _to_float32(dz)
         e, f, h = (x.sum(axis=-1, keepdims=True) for x in (w_z * p2, w_z * dz2, w_z * p * small))
-        k, row = _to_float32(slab.k), dq / slab.scale
+        k, row = _to_float32(group.k), dq / group.scale
         var_dq = var_dq + (w_z * dz2) @ k2 - 2 * mean_k * ((w_z * dz2) @ k) + mean_k**2 * f
         var_dq = var_dq + row**2 * e - 2 * row * ((w_z * small * p) @ k - mean_k * h)
         by_pair = by_pair + w_z * dz2 * (1 - 4 * p) + dz2 * e + p2 * f + 2 * small * p * h
         w_p = w_p + p2 * (w_z * (1 - 2 * p) + e)
-    var_dk = slab.scale**2 * (by_pair.transpose(0, 2, 1) @ q2)
+    var_dk = group.scale**2 * (by_pair.transpose(0, 2, 1) @ q2)
     var_dv = w_p.transpose(0, 2, 1) @ do2
     if len(do) > 1:
         var_dk = var_dk + compute_ulp(dk_by_head, dtype) ** 2 / 12
@@ -210,26 +210,26 @@ def _add_backward(
         if u.group_sums:
             var_dk[0] += _compute_partial_sum_variance(dk_by_head, dtype)
             var_dv[0] += _compute_partial_sum_variance(dv_by_head, dtype)
-    var_dq = var_dq + _compute_block_variance(dz, slab.k, u)
-    var_dk = var_dk + slab.scale**2 * _compute_block_variance(dz.transpose(0, 2, 1), slab.q, u)
-    var_dv = var_dv + _compute_block_variance(slab.p.transpose(0, 2, 1), do, u)
+    var_dq = var_dq + _compute_block_variance(dz, group.k, u)
+    var_dk = var_dk + group.scale**2 * _compute_block_variance(dz.transpose(0, 2, 1), group.q, u)
+    var_dv = var_dv + _compute_block_variance(group.p.transpose(0, 2, 1), do, u)
 
-    rows, keys = (slab.batch, slice(None), slab.heads), (slab.batch, slice(None), slab.kv_head)
+    rows, keys = (group.batch, slice(None), group.heads), (group.batch, slice(None), group.kv_head)
     values["dq"][rows] = dq.transpose(1, 0, 2)
     values["dk"][keys] = dk_by_head.sum(axis=0)
     values["dv"][keys] = dv_by_head.sum(axis=0)
-    variances["dq"][rows] = slab.scale**2 * var_dq.transpose(1, 0, 2)
+    variances["dq"][rows] = group.scale**2 * var_dq.transpose(1, 0, 2)
     variances["dk"][keys] = var_dk.sum(axis=0)
     variances["dv"][keys] = var_dv.sum(axis=0)
     if "dbias" in values:
-        _add_bias_gradient(values["dbias"], slab, dz)
-        _add_bias_gradient(variances["dbias"], slab, by_pair)
+        _add_bias_gradient(values["dbias"], group, dz)
+        _add_bias_gradient(variances["dbias"], group, by_pair)
 
 
-def _add_bias_gradient(total: Array, slab: Slab, by_pair: Array) -> None:
-    """Add one slab's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast."""
-    rows = slab.batch if total.shape[0] > 1 else 0
-    heads = slab.heads if total.shape[1] > 1 else slice(None)
+def _add_bias_gradient(total: Array, group: HeadGroup, by_pair: Array) -> None:
+    """Add one group's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast."""
+    rows = group.batch if total.shape[0] > 1 else 0
+    heads = group.heads if total.shape[1] > 1 else slice(None)
     axes = tuple(axis for axis in (0, 1) if total.shape[1 + axis] == 1)
     total[rows, heads] += by_pair.sum(axis=axes, keepdims=True, dtype=np.float64)
 
@@ -282,12 +282,12 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
     return TERM * u.block_sums**2 * squares
 
 
-def _compute_logit_variance(slab: Slab, u: Roundoff) -> Array:
+def _compute_logit_variance(group: HeadGroup, u: Roundoff) -> Array:
     """Compute the variance of the logits' errors, `w_z` in the module docstring, `[G, T, S]` in float32."""
-    variance = (u.logits**2 + u.softmax**2) * slab.z**2
+    variance = (u.logits**2 + u.softmax**2) * group.z**2
     if u.softmax:
-        variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)
-    return np.where(slab.allowed, _to_float32(TERM * variance), np.float32(0))
+        variance = variance + u.softmax**2 * ((group.z - group.pivot[..., None]) ** 2 + 1)
+    return np.where(group.allowed, _to_float32(TERM * variance), np.float32(0))
 
 
 def _to_float32(x: Array) -> Array:

@@ -29,7 +29,7 @@ import dataclasses
 
 import numpy as np
 
-from conformance.truth.oracle import Array, Slab
+from conformance.truth.oracle import Array, HeadGroup
 from conformance.truth.roundoff import Roundoff
 
 _MAX_SMALL_CHANGE = 0.5
@@ -37,10 +37,10 @@ _MAX_SMALL_CHANGE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionSoftmax:
-    """Errors of one slab's softmax if it is computed in the operands' dtype.
+    """Errors of one group's softmax if it is computed in the operands' dtype.
 
     Attributes:
-      slab: the slab.
+      group: the group.
       u: unit roundoff of the operands' dtype.
       off: error of each logit, `[G, T, S]`.
       share: relative error of each row's sum, `[G, T]`.
@@ -48,7 +48,7 @@ class LowPrecisionSoftmax:
       small: booleans `[G, T]`, true for rows whose errors are added in quadrature.
     """
 
-    slab: Slab
+    group: HeadGroup
     u: float
     off: Array
     share: Array
@@ -56,46 +56,46 @@ class LowPrecisionSoftmax:
     small: Array
 
     @classmethod
-    def of(cls, slab: Slab, u: Roundoff) -> LowPrecisionSoftmax | None:
-        """Bound the errors of the slab's softmax; None if the softmax is in f32."""
+    def of(cls, group: HeadGroup, u: Roundoff) -> LowPrecisionSoftmax | None:
+        """Bound the errors of the group's softmax; None if the softmax is in f32."""
         if not u.softmax:
             return None
-        sums = [slab.x]  # the logit after each term is added, the final logit first
-        for term in reversed(slab.terms):
+        sums = [group.x]  # the logit after each term is added, the final logit first
+        for term in reversed(group.terms):
             sums.append(sums[-1] - term.value)
-        before_cap = (2 + len(slab.head_factors)) * np.abs(sums.pop())  # the product, the scale and other factors
-        for term in slab.terms:
+        before_cap = (2 + len(group.head_factors)) * np.abs(sums.pop())  # the product, the scale and other factors
+        for term in group.terms:
             if roundings := term.rounding.integers + term.rounding.products:
                 before_cap = before_cap + roundings * np.abs(term.value)
             before_cap = before_cap + np.abs(sums.pop())
-        off = slab.cap_derivative * before_cap + np.abs(slab.z)
-        if slab.soft_cap is not None:
-            off = off + 4.0 * np.abs(slab.capped)
-        after = slab.capped  # the logit after each later term is added
-        for term in slab.later_terms:
+        off = group.cap_derivative * before_cap + np.abs(group.z)
+        if group.soft_cap is not None:
+            off = off + 4.0 * np.abs(group.capped)
+        after = group.capped  # the logit after each later term is added
+        for term in group.later_terms:
             after = after + term.value
             roundings = term.rounding.integers + term.rounding.products
             off = off + roundings * np.abs(term.value) + np.abs(after)
-        off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)
-        share = 2 * u.softmax + _sum_in_quadrature(slab.p * off)
-        if slab.sinks is not None:
-            sink = slab.sinks[:, None]
-            share = share + slab.p_sink * u.softmax * (2 * np.abs(sink) + np.abs(sink - slab.pivot) + 1)
-        grown = slab.p * np.expm1(np.minimum(off, 50.0))
+        off = np.where(group.allowed, u.softmax * (off + np.abs(group.z - group.pivot[..., None]) + 1), 0.0)
+        share = 2 * u.softmax + _sum_in_quadrature(group.p * off)
+        if group.sinks is not None:
+            sink = group.sinks[:, None]
+            share = share + group.p_sink * u.softmax * (2 * np.abs(sink) + np.abs(sink - group.pivot) + 1)
+        grown = group.p * np.expm1(np.minimum(off, 50.0))
         small = grown.sum(axis=-1) < _MAX_SMALL_CHANGE
-        share = np.where(small, share, (slab.p * off).sum(axis=-1) + share)
-        p = np.where(small[..., None], grown, slab.p * np.expm1(np.minimum(off + share[..., None], 50.0)))
-        return cls(slab, u.softmax, off, share, np.minimum(p, np.maximum(slab.p, 1 - slab.p)), small)
+        share = np.where(small, share, (group.p * off).sum(axis=-1) + share)
+        p = np.where(small[..., None], grown, group.p * np.expm1(np.minimum(off + share[..., None], 50.0)))
+        return cls(group, u.softmax, off, share, np.minimum(p, np.maximum(group.p, 1 - group.p)), small)
 
     @property
     def out(self) -> Array:
         """What the softmax adds to the error of `out`, `[G, T, V]`."""
-        slab, by_pair = self.slab, self._squares(self.p)
-        p2, v2, out2 = slab.averaging**2, slab.v**2, slab.out**2
-        moved = by_pair @ v2 - 2 * slab.out * (by_pair @ slab.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
-        found = np.sqrt(2 * np.maximum(moved, 0.0)) + self._magnitudes(self.p) @ np.abs(slab.v)
-        rounded = 2 * self.u * np.abs(slab.out) + self.u * np.sqrt(2 * (p2 @ v2))
-        return found + rounded + (slab.p_sink * self.share)[..., None] * np.abs(slab.out)
+        group, by_pair = self.group, self._squares(self.p)
+        p2, v2, out2 = group.averaging**2, group.v**2, group.out**2
+        moved = by_pair @ v2 - 2 * group.out * (by_pair @ group.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
+        found = np.sqrt(2 * np.maximum(moved, 0.0)) + self._magnitudes(self.p) @ np.abs(group.v)
+        rounded = 2 * self.u * np.abs(group.out) + self.u * np.sqrt(2 * (p2 @ v2))
+        return found + rounded + (group.p_sink * self.share)[..., None] * np.abs(group.out)
 
     def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
         """Bound what the softmax adds to the errors of gradients.
@@ -106,25 +106,25 @@ class LowPrecisionSoftmax:
           d: D of each row, `[G, T]`.
           dlse: cotangent of `logsumexp`, `[G, T]`.
         """
-        slab, u = self.slab, self.u
+        group, u = self.group, self.u
         r = dp - d[..., None] + dlse[..., None]
-        dz = slab.p * r
-        pair = self.p * np.abs(r) + u * (slab.p * (2 * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz))
+        dz = group.p * r
+        pair = self.p * np.abs(r) + u * (group.p * (2 * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz))
         err_d = u * np.abs(d) + self.share * np.abs(d)
-        by_key = (self.p + 2 * u * slab.p) * np.abs(dp)
+        by_key = (self.p + 2 * u * group.p) * np.abs(dp)
         err_d = err_d + np.where(self.small, _sum_in_quadrature(by_key), by_key.sum(axis=-1))
-        row = np.abs(dz) * self.share[..., None] + slab.p * err_d[..., None]
-        g = slab.cap_derivative
-        slope = 1.0 if slab.tanh is None else g + 8 * slab.tanh**2 + 1
+        row = np.abs(dz) * self.share[..., None] + group.p * err_d[..., None]
+        g = group.cap_derivative
+        slope = 1.0 if group.tanh is None else g + 8 * group.tanh**2 + 1
         err_dz = pair + row + u * np.abs(dz)
         pair, row = pair * g + u * slope * np.abs(dz), row * g
-        shared = self.share[..., None] * np.abs((g * dz) @ slab.k) + err_d[..., None] * np.abs((g * slab.p) @ slab.k)
-        dq = np.sqrt(2 * (self._squares(pair) @ slab.k**2)) + self._magnitudes(pair) @ np.abs(slab.k) + shared
-        both, p_both = pair + row, self.p + slab.averaging * (self.share[..., None] + 2 * u)
-        dk = self._over_rows(both, slab.q)
+        shared = self.share[..., None] * np.abs((g * dz) @ group.k) + err_d[..., None] * np.abs((g * group.p) @ group.k)
+        dq = np.sqrt(2 * (self._squares(pair) @ group.k**2)) + self._magnitudes(pair) @ np.abs(group.k) + shared
+        both, p_both = pair + row, self.p + group.averaging * (self.share[..., None] + 2 * u)
+        dk = self._over_rows(both, group.q)
         dv = self._over_rows(p_both, do)
-        err_dsink = slab.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + slab.p_sink * err_d
-        return SoftmaxGradientErrors(slab.abs_scale * dq, slab.abs_scale * dk, dv, both, err_dz, err_dsink)
+        err_dsink = group.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + group.p_sink * err_d
+        return SoftmaxGradientErrors(group.abs_scale * dq, group.abs_scale * dk, dv, both, err_dz, err_dsink)
 
     def _squares(self, x: Array) -> Array:
         """Return the squares of errors `x [G, T, S]` in rows that are added in quadrature, and 0 in other rows."""

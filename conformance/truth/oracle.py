@@ -2,7 +2,7 @@
 
 It is plain NumPy, written from the mathematics (docs/contract.md, section 2). It shares no code with any
 implementation, and never reads keys and values that no query may attend to. It works on one key/value head of one batch
-row at a time (a `Slab`), so memory stays at a few `[G, T, S]` arrays.
+row at a time (a `HeadGroup`), so memory stays at a few `[G, T, S]` arrays.
 
 Both reference backward passes are here. They differ only in where `D` comes from:
 
@@ -36,7 +36,7 @@ Rows = slice | Array
 
 @dataclasses.dataclass(frozen=True)
 class LogitTerm:
-    """A term that an optional operand (bias, ALiBi, score function) adds to the scaled logits of a slab.
+    """A term that an optional operand (bias, ALiBi, score function) adds to the scaled logits of a head group.
 
     Attributes:
       operand: the operand that the term comes from.
@@ -53,7 +53,7 @@ class LogitTerm:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slab:
+class HeadGroup:
     """One key/value head of one batch row, with the group of query heads that reads it; arrays are float64.
 
     Quantities that follow from the operands are computed once, when they are first read.
@@ -195,8 +195,8 @@ class Slab:
         """Output of attention, `[G, T, V]`."""
         return self.averaging @ self.v
 
-    def only(self, rows: Array) -> Slab:
-        """Return the slab reduced to some queries, given by their indices."""
+    def only(self, rows: Array) -> HeadGroup:
+        """Return the group reduced to some queries, given by their indices."""
         found = {name: getattr(self, name) for name in ("q", "allowed", "soft_cap")}
         cut: dict[str, Any] = {name: x[:, rows] for name, x in found.items() if isinstance(x, np.ndarray)}
         for name in ("terms", "later_terms"):
@@ -204,10 +204,10 @@ class Slab:
             cut[name] = tuple(kept)
         return dataclasses.replace(self, **cut)
 
-    def drop_factor(self, operand: str) -> Slab:
-        """Return the slab without terms and without the factor of `operand`.
+    def drop_factor(self, operand: str) -> HeadGroup:
+        """Return the group without terms and without the factor of `operand`.
 
-        The logits `x` of the returned slab are the derivative of this slab's `x` with respect to that factor.
+        The logits `x` of the returned group are the derivative of this group's `x` with respect to that factor.
         """
         factors = {name: factor for name, factor in self.head_factors.items() if name != operand}
         return dataclasses.replace(self, head_factors=factors, terms=(), later_terms=())
@@ -231,14 +231,14 @@ class Forward:
 _NO_SINK = -1e300
 
 
-def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
-    """Yield the problem as slabs in float64, one for each batch row and key/value head.
+def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[HeadGroup]:
+    """Yield the problem as head groups in float64, one for each batch row and key/value head.
 
     Keys and values that no query may attend to become zeros, so NaN in them cannot spread.
     """
     batch, _, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
-    group = num_q_heads // num_kv_heads
+    group_size = num_q_heads // num_kv_heads
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
     caps = problem.soft_caps
@@ -258,8 +258,8 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
     for b in range(batch):
         for h in range(num_kv_heads):
-            heads = slice(h * group, (h + 1) * group)
-            yield Slab(
+            heads = slice(h * group_size, (h + 1) * group_size)
+            yield HeadGroup(
                 batch=b,
                 kv_head=h,
                 heads=heads,
@@ -283,10 +283,10 @@ def compute_forward(problem: Problem, empty_rows: EmptyRows = "zero") -> Forward
     out = np.empty((batch, q_length, num_q_heads, problem.v.shape[-1]))
     logsumexp = np.empty((batch, num_q_heads, q_length))
     max_logits = np.empty_like(logsumexp)
-    for slab in iter_slabs(problem, empty_rows):
-        out[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
-        logsumexp[slab.batch, slab.heads] = slab.logsumexp
-        max_logits[slab.batch, slab.heads] = slab.max_logits
+    for group in iter_head_groups(problem, empty_rows):
+        out[group.batch, :, group.heads] = group.out.transpose(1, 0, 2)
+        logsumexp[group.batch, group.heads] = group.logsumexp
+        max_logits[group.batch, group.heads] = group.max_logits
     return Forward(out, logsumexp, max_logits)
 
 
@@ -313,34 +313,34 @@ def compute_backward(
       empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
     """
     gradients = Gradients.zeros(problem)
-    for slab in iter_slabs(problem, empty_rows):
-        do_slab = do[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
-        dlse_slab = np.zeros(slab.pivot.shape) if dlse is None else dlse[slab.batch, slab.heads].astype(np.float64)
-        dp = slab.dp(do_slab)
-        p, p_sink, averaging = slab.p, slab.p_sink, slab.averaging
+    for group in iter_head_groups(problem, empty_rows):
+        do_group = do[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)
+        dlse_group = np.zeros(group.pivot.shape) if dlse is None else dlse[group.batch, group.heads].astype(np.float64)
+        dp = group.dp(do_group)
+        p, p_sink, averaging = group.p, group.p_sink, group.averaging
         if form == "vanilla":
             d = (averaging * dp).sum(axis=-1)
         else:
-            out, lse = slab.out, slab.logsumexp
+            out, lse = group.out, group.logsumexp
             if saved is not None:
-                out = saved.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
-                lse = saved.logsumexp[slab.batch, slab.heads].astype(np.float64)
-            d = (out * do_slab).sum(axis=-1)
+                out = saved.out[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)
+                lse = saved.logsumexp[group.batch, group.heads].astype(np.float64)
+            d = (out * do_group).sum(axis=-1)
             shift = np.where(np.isfinite(lse), lse, 0.0)[..., None]
             with np.errstate(over="ignore"):  # a wrong kernel may have saved any logsumexp
-                p = np.exp(np.where(slab.allowed, slab.z - shift, -np.inf))
-                averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
-                p_sink = slab.weigh_sinks(lse)
-        dz = p * (dp - d[..., None] + dlse_slab[..., None])
-        dx = slab.cap_derivative * dz
+                p = np.exp(np.where(group.allowed, group.z - shift, -np.inf))
+                averaging = np.where(group.allowed.any(axis=-1, keepdims=True), p, averaging)
+                p_sink = group.weigh_sinks(lse)
+        dz = p * (dp - d[..., None] + dlse_group[..., None])
+        dx = group.cap_derivative * dz
         gradients.add(
-            slab,
-            dq=slab.scale * dx @ slab.k,
-            dk=_pull_back_keys(slab, dx),
-            dv=np.einsum("gts,gtv->sv", averaging, do_slab, optimize=True),
+            group,
+            dq=group.scale * dx @ group.k,
+            dk=_pull_back_keys(group, dx),
+            dv=np.einsum("gts,gtv->sv", averaging, do_group, optimize=True),
             by_head={
-                "dsinks": (p_sink * (dlse_slab - d)).sum(axis=-1),
-                **pull_back_factors(slab, dx),
+                "dsinks": (p_sink * (dlse_group - d)).sum(axis=-1),
+                **pull_back_factors(group, dx),
             },
             dx=dx,
             dz=dz,
@@ -351,26 +351,26 @@ def compute_backward(
     return found
 
 
-def pull_back_factors(slab: Slab, dx: Array) -> dict[str, Array]:
+def pull_back_factors(group: HeadGroup, dx: Array) -> dict[str, Array]:
     """Compute the gradients of the factors that differ by query head, `[G]` each, from the gradient of the logits.
 
     Args:
-      slab: the slab.
+      group: the group.
       dx: gradient of the logits, `[G, T, S]`.
 
     Returns:
       gradients by the gradient's name.
     """
-    factors = slab.head_factors
-    return {GRADIENT_OF[operand]: (dx * slab.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
+    factors = group.head_factors
+    return {GRADIENT_OF[operand]: (dx * group.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
 
 
-def _pull_back_keys(slab: Slab, dx: Array) -> Array:
+def _pull_back_keys(group: HeadGroup, dx: Array) -> Array:
     """Compute the gradient of the keys, `[S, H]`, from the gradient `dx [G, T, S]` of the logits."""
-    if not slab.head_factors:  # one scale for all heads: it is multiplied after the sum, not once for each pair
-        dk: Array = slab.scale * np.einsum("gts,gth->sh", dx, slab.q, optimize=True)
+    if not group.head_factors:  # one scale for all heads: it is multiplied after the sum, not once for each pair
+        dk: Array = group.scale * np.einsum("gts,gth->sh", dx, group.q, optimize=True)
         return dk
-    return np.asarray(np.einsum("gts,gth->sh", slab.scale * dx, slab.q, optimize=True))
+    return np.asarray(np.einsum("gts,gth->sh", group.scale * dx, group.q, optimize=True))
 
 
 def pad_value_gradient(dv: Array, depth: int) -> Array:
@@ -380,7 +380,7 @@ def pad_value_gradient(dv: Array, depth: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Gradients by name, in the shapes of the operands; each slab adds its part to them."""
+    """Gradients by name, in the shapes of the operands; each group adds its part to them."""
 
     arrays: Mapping[str, Array]
 
@@ -392,7 +392,7 @@ class Gradients:
 
     def add(
         self,
-        slab: Slab,
+        group: HeadGroup,
         *,
         dq: Array,
         dk: Array,
@@ -402,34 +402,34 @@ class Gradients:
         dz: Array,
         rows: Rows = slice(None),
     ) -> None:
-        """Add one slab's gradients to the totals.
+        """Add one group's gradients to the totals.
 
         Args:
-          slab: the slab, which says to which batch row and heads the gradients belong.
-          dq: gradient of the slab's queries, `[G, T, H]`.
-          dk: gradient of the slab's keys, `[S, H]`.
-          dv: gradient of the slab's values, `[S, V]`.
+          group: the group, which says to which batch row and heads the gradients belong.
+          dq: gradient of the group's queries, `[G, T, H]`.
+          dk: gradient of the group's keys, `[S, H]`.
+          dv: gradient of the group's values, `[S, V]`.
           by_head: gradients of operands with one value for each query head, `[G]`, by the gradient's name.
           dx: gradient of the logits before the soft cap, `[G, T, S]`. The gradient of a term that is added there is
             `dx`, summed over the axes along which the term is broadcast.
           dz: gradient of the logits after the soft cap, `[G, T, S]`, for terms that are added there.
-          rows: which queries of the problem the slab holds.
+          rows: which queries of the problem the group holds.
         """
-        self.arrays["dq"][slab.batch, rows, slab.heads] += dq.transpose(1, 0, 2)
-        self.arrays["dk"][slab.batch, :, slab.kv_head] += dk
-        self.arrays["dv"][slab.batch, :, slab.kv_head] += dv
+        self.arrays["dq"][group.batch, rows, group.heads] += dq.transpose(1, 0, 2)
+        self.arrays["dk"][group.batch, :, group.kv_head] += dk
+        self.arrays["dv"][group.batch, :, group.kv_head] += dv
         for name, gradient in by_head.items():
             if name in self.arrays:
-                self.arrays[name][slab.heads] += gradient
-        for terms, gradient in ((slab.terms, dx), (slab.later_terms, dz)):
+                self.arrays[name][group.heads] += gradient
+        for terms, gradient in ((group.terms, dx), (group.later_terms, dz)):
             for term in terms:
                 if term.operand.gradient in self.arrays:
-                    _add_broadcast(self.arrays[term.operand.gradient], slab, gradient, rows)
+                    _add_broadcast(self.arrays[term.operand.gradient], group, gradient, rows)
 
 
-def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
+def _add_broadcast(total: Array, group: HeadGroup, dx: Array, rows: Rows) -> None:
     """Add `dx [G, T, S]`, summed over the axes that a term is broadcast along, to the term's gradient `total`."""
-    batch = slab.batch if total.shape[0] > 1 else 0
+    batch = group.batch if total.shape[0] > 1 else 0
     if total.shape[3] == 1:
         dx = dx.sum(axis=2, keepdims=True)
     if total.shape[2] == 1:
@@ -437,7 +437,7 @@ def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
     if total.shape[1] == 1:
         total[batch, 0, rows] += dx.sum(axis=0)
     else:
-        total[batch][slab.heads, rows] += dx
+        total[batch][group.heads, rows] += dx
 
 
 def _replace_infinite(lse: Array) -> Array:

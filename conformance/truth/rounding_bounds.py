@@ -76,8 +76,8 @@ from conformance.truth.oracle import (
     Array,
     EmptyRows,
     Gradients,
-    Slab,
-    iter_slabs,
+    HeadGroup,
+    iter_head_groups,
     pad_value_gradient,
     pull_back_factors,
 )
@@ -118,15 +118,17 @@ class OperandErrors:
     k: Array
     v: Array
 
-    def of(self, slab: Slab, rows: Array | slice = slice(None)) -> OperandErrors:
-        """Select the errors of one slab's operands: q `[G, T, H]`, k `[S, H]`, v `[S, V]`.
+    def of(self, group: HeadGroup, rows: Array | slice = slice(None)) -> OperandErrors:
+        """Select the errors of one group's operands: q `[G, T, H]`, k `[S, H]`, v `[S, V]`.
 
         Args:
-          slab: the slab.
-          rows: which queries of the problem the slab holds.
+          group: the group.
+          rows: which queries of the problem the group holds.
         """
-        q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
-        return OperandErrors(self.dtype, q, self.k[slab.batch, :, slab.kv_head], self.v[slab.batch, :, slab.kv_head])
+        q = self.q[group.batch, :, group.heads].transpose(1, 0, 2)[:, rows]
+        return OperandErrors(
+            self.dtype, q, self.k[group.batch, :, group.kv_head], self.v[group.batch, :, group.kv_head]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +183,11 @@ def compute_expectation_for_roundoff(
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
-    for slab in iter_slabs(problem, empty_rows):
-        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab))
-        _store_forward(forward, slab, errors, u)
+    for group in iter_head_groups(problem, empty_rows):
+        errors = _ForwardErrors.of(group, u, None if inexact is None else inexact.of(group))
+        _store_forward(forward, group, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
-            _add_gradients(values, bounds, slab, errors, cotangent, u, inexact)
+            _add_gradients(values, bounds, group, errors, cotangent, u, inexact)
     return Expectation(
         forward,
         tuple(_finish_gradients(values, bounds, u, tied=problem.tied) for values, bounds in totals),
@@ -194,7 +196,7 @@ def compute_expectation_for_roundoff(
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardErrors:
-    """Errors of the forward pass inside one slab, in the notation of the module docstring.
+    """Errors of the forward pass inside one group, in the notation of the module docstring.
 
     Attributes:
       x: err(x), the error of the logits before the soft cap, `[G, T, S]`.
@@ -203,7 +205,7 @@ class _ForwardErrors:
       p: err(p), `[G, T, S]`.
       p_sink: err(p_sink), `[G, T]`.
       out: E(out) without the final rounding, `[G, T, V]`.
-      operands: errors of the slab's operands; None if the operands are exact.
+      operands: errors of the group's operands; None if the operands are exact.
       narrow: errors of a softmax in the operands' dtype; None if the softmax is in f32.
     """
 
@@ -217,57 +219,57 @@ class _ForwardErrors:
     narrow: LowPrecisionSoftmax | None
 
     @classmethod
-    def of(cls, slab: Slab, u: Roundoff, operands: OperandErrors | None) -> _ForwardErrors:
-        """Bound the errors of one slab's forward pass."""
-        keys = slab.k.shape[0]
-        x = _bound_logit_errors(slab, u)
+    def of(cls, group: HeadGroup, u: Roundoff, operands: OperandErrors | None) -> _ForwardErrors:
+        """Bound the errors of one group's forward pass."""
+        keys = group.k.shape[0]
+        x = _bound_logit_errors(group, u)
         if operands is not None:
-            x = x + _bound_operand_errors(slab, operands)
-        z = np.abs(slab.z)
-        capped = 0.0 if slab.soft_cap is None else 4 * u.cap * np.abs(slab.capped)
+            x = x + _bound_operand_errors(group, operands)
+        z = np.abs(group.z)
+        capped = 0.0 if group.soft_cap is None else 4 * u.cap * np.abs(group.capped)
         err_z = (
-            slab.cap_derivative * x
+            group.cap_derivative * x
             + capped
-            + _bound_later_terms(slab, u)
+            + _bound_later_terms(group, u)
             + (u.logits + u.exponent) * z
-            + u.exponent * np.abs(slab.z - slab.pivot[..., None])
+            + u.exponent * np.abs(group.z - group.pivot[..., None])
         )
-        err_z = np.where(slab.allowed, err_z, 0.0)
+        err_z = np.where(group.allowed, err_z, 0.0)
         fine = err_z
         if u.coarse:
-            coarse = _bound_coarse_logits(slab, u)
-            off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
+            coarse = _bound_coarse_logits(group, u)
+            off = np.where(group.allowed, group.cap_derivative * coarse, 0.0)
             x, err_z = x + coarse, err_z + off
-        err_l = (slab.p * err_z).sum(axis=-1) + u.gamma(keys)
+        err_l = (group.p * err_z).sum(axis=-1) + u.gamma(keys)
         err_sink = np.zeros_like(err_l)
-        if slab.sinks is not None:
-            sink = np.abs(slab.sinks)[:, None]
-            err_l = err_l + slab.p_sink * u.exponent * sink
-            below = np.abs(slab.sinks[:, None] - slab.logsumexp)
-            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + u.exponent * (sink + below + 2), 50.0))
-        err_p = _bound_probability_errors(slab, err_z + err_l[..., None] + 2 * u.exponent)
+        if group.sinks is not None:
+            sink = np.abs(group.sinks)[:, None]
+            err_l = err_l + group.p_sink * u.exponent * sink
+            below = np.abs(group.sinks[:, None] - group.logsumexp)
+            err_sink = group.p_sink * np.expm1(np.minimum(err_l + u.exponent * (sink + below + 2), 50.0))
+        err_p = _bound_probability_errors(group, err_z + err_l[..., None] + 2 * u.exponent)
         rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.bound_block_sums(keys)
-        added = rounding * slab.averaging + u.tiny * slab.allowed
-        err_out = (err_p + added) @ np.abs(slab.v)
+        added = rounding * group.averaging + u.tiny * group.allowed
+        err_out = (err_p + added) @ np.abs(group.v)
         if u.coarse:
             fine_p = _bound_probability_errors(
-                slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * u.exponent
+                group, fine + (err_l - (group.p * off).sum(axis=-1))[..., None] + 2 * u.exponent
             )
-            err_out = np.minimum(err_out, (fine_p + added) @ np.abs(slab.v) + _bound_out_shift(slab, off))
-            err_out = err_out + _bound_coarse_products(u, np.abs(slab.out), slab.averaging**2 @ slab.v**2)
-        if (narrow := LowPrecisionSoftmax.of(slab, u)) is not None:
+            err_out = np.minimum(err_out, (fine_p + added) @ np.abs(group.v) + _bound_out_shift(group, off))
+            err_out = err_out + _bound_coarse_products(u, np.abs(group.out), group.averaging**2 @ group.v**2)
+        if (narrow := LowPrecisionSoftmax.of(group, u)) is not None:
             err_out, err_l = err_out + narrow.out, err_l + narrow.share
-            err_sink = err_sink + slab.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
+            err_sink = err_sink + group.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
             err_z = err_z + narrow.off
         if operands is not None:
-            err_out = err_out + slab.averaging @ operands.v
+            err_out = err_out + group.averaging @ operands.v
         return cls(x, err_z, err_l, err_p, err_sink, err_out, operands, narrow)
 
 
-def _bound_probability_errors(slab: Slab, exponent: Array) -> Array:
+def _bound_probability_errors(group: HeadGroup, exponent: Array) -> Array:
     """Bound err(p), `[G, T, S]`, for exponents that are off by `exponent [G, T, S]`."""
-    err_p = slab.p * np.expm1(np.minimum(exponent, 50.0))
-    return np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
+    err_p = group.p * np.expm1(np.minimum(exponent, 50.0))
+    return np.minimum(err_p, np.maximum(group.p, 1 - group.p))
 
 
 def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
@@ -281,74 +283,74 @@ def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
     return u.coarse * (2 * size + np.sqrt(2 * squares))
 
 
-def _bound_out_shift(slab: Slab, off: Array) -> Array:
+def _bound_out_shift(group: HeadGroup, off: Array) -> Array:
     """Bound the error of `out`, `[G, T, V]`, if logits are off by `off [G, T, S]`: by Cauchy-Schwarz over the keys."""
     grown = np.expm1(np.minimum(off, 50.0))
-    size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
-    variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
+    size = np.sqrt((group.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((group.p * off).sum(axis=-1), 50.0))
+    variance = group.p @ group.v**2 - (group.p @ group.v) ** 2
     return size[..., None] * np.sqrt(np.maximum(variance, 0.0))
 
 
-def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
+def _bound_logit_errors(group: HeadGroup, u: Roundoff) -> Array:
     """Bound err(x), `[G, T, S]`, except for the errors of rounding q and k to fewer bits (tf32, bf16)."""
-    products = slab.abs_scale * (np.abs(slab.q) @ np.abs(slab.k).T)
+    products = group.abs_scale * (np.abs(group.q) @ np.abs(group.k).T)
     magnitude: Array = products
     rounded_terms: Array | float = 0.0  # terms that round while they are computed
-    for term in slab.terms:
+    for term in group.terms:
         magnitude = magnitude + np.abs(term.value)
         if term.rounding.products:
             rounded_terms = rounded_terms + term.rounding.products * np.abs(term.value)
-    spread = slab.abs_scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
-    running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
+    spread = group.abs_scale * np.sqrt(group.q**2 @ (group.k**2).T)
+    running = 0.75 * np.sqrt(group.q.shape[-1]) * np.maximum(spread, np.abs(group.x))
     rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + rounded_terms)
-    if slab.head_factors:
-        rounded = rounded + u.depth * len(slab.head_factors) * products
+    if group.head_factors:
+        rounded = rounded + u.depth * len(group.head_factors) * products
     return rounded + (u.scaled_q + u.cache) * products
 
 
-def _bound_later_terms(slab: Slab, u: Roundoff) -> Array | float:
+def _bound_later_terms(group: HeadGroup, u: Roundoff) -> Array | float:
     """Bound the error of adding the terms after the soft cap, `[G, T, S]`; 0 if there are none."""
-    if not slab.later_terms:
+    if not group.later_terms:
         return 0.0
-    magnitude: Array = np.abs(slab.capped)
-    for term in slab.later_terms:
+    magnitude: Array = np.abs(group.capped)
+    for term in group.later_terms:
         magnitude = magnitude + (1 + term.rounding.products) * np.abs(term.value)
     return u.depth * magnitude
 
 
-def _bound_operand_errors(slab: Slab, operands: OperandErrors) -> Array:
+def _bound_operand_errors(group: HeadGroup, operands: OperandErrors) -> Array:
     """Bound what the errors of the operands q and k add to err(x), `[G, T, S]`."""
-    found: Array = slab.abs_scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
+    found: Array = group.abs_scale * (operands.q @ np.abs(group.k).T + np.abs(group.q) @ operands.k.T)
     return found
 
 
-def _bound_coarse_logits(slab: Slab, u: Roundoff) -> Array:
+def _bound_coarse_logits(group: HeadGroup, u: Roundoff) -> Array:
     """Bound what rounding q and k to fewer bits (tf32, bf16) adds to err(x), `[G, T, S]`."""
-    found: Array = slab.abs_scale * _bound_coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
+    found: Array = group.abs_scale * _bound_coarse_products(u, np.abs(group.q @ group.k.T), group.q**2 @ (group.k**2).T)
     return found
 
 
-def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
-    """Write one slab's results and their bounds into `forward`, which holds those of the whole problem."""
+def _store_forward(forward: dict[str, Bounded], group: HeadGroup, errors: _ForwardErrors, u: Roundoff) -> None:
+    """Write one group's results and their bounds into `forward`, which holds those of the whole problem."""
     out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
-    out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
-    sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
-    err_out = errors.out + u.out * np.abs(slab.out) + u.tiny * sees[..., None]
-    out.bound[slab.batch, :, slab.heads] = err_out.transpose(1, 0, 2)
-    finite = np.isfinite(slab.logsumexp)
-    lse_size = np.abs(np.where(finite, slab.logsumexp, 0.0))
-    err_lse = errors.total + u.log * (lse_size + np.abs(slab.pivot)) + u.residuals * lse_size
-    lse.value[slab.batch, slab.heads] = slab.logsumexp
-    lse.bound[slab.batch, slab.heads] = np.where(finite, err_lse, 0.0)
-    seen = np.isfinite(slab.max_logits)
-    top_size = np.abs(np.where(seen, slab.max_logits, 0.0))
-    top.value[slab.batch, slab.heads] = slab.max_logits
-    top.bound[slab.batch, slab.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
+    out.value[group.batch, :, group.heads] = group.out.transpose(1, 0, 2)
+    sees = np.any(group.allowed, axis=-1) | np.any(group.averaging, axis=-1)
+    err_out = errors.out + u.out * np.abs(group.out) + u.tiny * sees[..., None]
+    out.bound[group.batch, :, group.heads] = err_out.transpose(1, 0, 2)
+    finite = np.isfinite(group.logsumexp)
+    lse_size = np.abs(np.where(finite, group.logsumexp, 0.0))
+    err_lse = errors.total + u.log * (lse_size + np.abs(group.pivot)) + u.residuals * lse_size
+    lse.value[group.batch, group.heads] = group.logsumexp
+    lse.bound[group.batch, group.heads] = np.where(finite, err_lse, 0.0)
+    seen = np.isfinite(group.max_logits)
+    top_size = np.abs(np.where(seen, group.max_logits, 0.0))
+    top.value[group.batch, group.heads] = group.max_logits
+    top.bound[group.batch, group.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
 
 
 @dataclasses.dataclass(frozen=True)
 class _BackwardErrors:
-    """The backward pass of one slab for one cotangent, with its errors.
+    """The backward pass of one group for one cotangent, with its errors.
 
     Attributes:
       dx: gradient of the logits before the soft cap, `[G, T, S]`.
@@ -371,113 +373,113 @@ class _BackwardErrors:
     narrow: SoftmaxGradientErrors | None
 
     @classmethod
-    def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
-        """Compute one slab's backward pass for `do [G, T, V]` and `dlse [G, T]`, and bound its errors."""
-        keys, v_depth = slab.v.shape
-        p, abs_do = slab.p, np.abs(do)
-        dp = slab.dp(do)
-        d = (slab.averaging * dp).sum(axis=-1)
+    def of(cls, group: HeadGroup, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
+        """Compute one group's backward pass for `do [G, T, V]` and `dlse [G, T]`, and bound its errors."""
+        keys, v_depth = group.v.shape
+        p, abs_do = group.p, np.abs(do)
+        dp = group.dp(do)
+        d = (group.averaging * dp).sum(axis=-1)
         r = dp - d[..., None] + dlse[..., None]
         dz = p * r
-        dx = slab.cap_derivative * dz
-        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        dx = group.cap_derivative * dz
+        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(group.v).T) + u.probabilities * np.abs(dp)
         if u.coarse:
-            err_dp = err_dp + _bound_coarse_products(u, np.abs(dp), do**2 @ (slab.v**2).T)
+            err_dp = err_dp + _bound_coarse_products(u, np.abs(dp), do**2 @ (group.v**2).T)
         if errors.operands is not None:
             err_dp = err_dp + abs_do @ errors.operands.v.T
         err_d = ((errors.p + (u.probabilities + u.gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
-        err_d += (((u.out + u.gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
+        err_d += (((u.out + u.gamma(v_depth)) * np.abs(group.out) + u.tiny) * abs_do).sum(axis=-1)
         shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         shift = shift + u.base * np.abs(dlse)[..., None]
         err_dz = errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift)
-        err_dx = slab.cap_derivative * err_dz + np.abs(dz) * _bound_cap_derivative_errors(slab, errors, u)
-        live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
+        err_dx = group.cap_derivative * err_dz + np.abs(dz) * _bound_cap_derivative_errors(group, errors, u)
+        live = group.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
         rounding, tiny = u.probabilities + u.products + u.backward, u.tiny * live * (1 + np.abs(r))
         err_dx, err_dz = err_dx + rounding * np.abs(dx) + tiny, err_dz + rounding * np.abs(dz) + tiny
-        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + (u.backward + u.base) * np.abs(dlse))
+        err_dsink = errors.p_sink * np.abs(d - dlse) + group.p_sink * (err_d + (u.backward + u.base) * np.abs(dlse))
         narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
         if narrow is not None:
             err_dsink = err_dsink + narrow.dsink
-        return cls(dx, dz, err_dx, err_dz, err_dsink, slab.p_sink * (dlse - d), live, narrow)
+        return cls(dx, dz, err_dx, err_dz, err_dsink, group.p_sink * (dlse - d), live, narrow)
 
 
-def _bound_cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
+def _bound_cap_derivative_errors(group: HeadGroup, errors: _ForwardErrors, u: Roundoff) -> Array | float:
     """Bound err(g), the error of the soft cap's derivative, `[G, T, S]`; 0 without a cap."""
-    if slab.tanh is None or slab.soft_cap is None:
+    if group.tanh is None or group.soft_cap is None:
         return 0.0
-    tanh = np.abs(slab.tanh)
-    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * u.cap
+    tanh = np.abs(group.tanh)
+    return (2 / group.soft_cap) * tanh * group.cap_derivative * errors.x + (8 * tanh**2 + 1) * u.cap
 
 
 def _add_gradients(
     values: Gradients,
     bounds: Gradients,
-    slab: Slab,
+    group: HeadGroup,
     errors: _ForwardErrors,
     cotangent: Cotangent,
     u: Roundoff,
     inexact: OperandErrors | None,
 ) -> None:
-    """Add one slab's gradients for one cotangent to `values`, and their bounds to `bounds`."""
-    do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
-    dlse: Array = np.zeros(slab.pivot.shape)
+    """Add one group's gradients for one cotangent to `values`, and their bounds to `bounds`."""
+    do = cotangent.out[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
+    dlse: Array = np.zeros(group.pivot.shape)
     if cotangent.logsumexp is not None:
-        dlse = cotangent.logsumexp[slab.batch, slab.heads].astype(np.float64)
+        dlse = cotangent.logsumexp[group.batch, group.heads].astype(np.float64)
     rows = np.flatnonzero(do.any(axis=(0, 2)) | dlse.any(axis=0))
     if len(rows) == 0:
         return
     if len(rows) < dlse.shape[1]:
         # Only queries with a cotangent are computed: the others have no gradient, and so no error.
-        slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
-        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
-    back = _BackwardErrors.of(slab, errors, do, dlse, u)
-    dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
-    dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
-    dq = slab.scale * (back.dx @ slab.k)
+        group, do, dlse = group.only(rows), do[:, rows], dlse[:, rows]
+        errors = _ForwardErrors.of(group, u, None if inexact is None else inexact.of(group, rows))
+    back = _BackwardErrors.of(group, errors, do, dlse, u)
+    dk_by_head = group.scale * (back.dx.transpose(0, 2, 1) @ group.q)  # [G, S, H]
+    dv_by_head = group.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
+    dq = group.scale * (back.dx @ group.k)
     values.add(
-        slab,
+        group,
         dq=dq,
         dk=dk_by_head.sum(axis=0),
         dv=dv_by_head.sum(axis=0),
-        by_head={"dsinks": back.dsink.sum(axis=-1), **pull_back_factors(slab, back.dx)},
+        by_head={"dsinks": back.dsink.sum(axis=-1), **pull_back_factors(group, back.dx)},
         dx=back.dx,
         dz=back.dz,
         rows=rows,
     )
-    group, queries = dlse.shape
-    terms = u.gamma(group * queries) + u.bound_block_sums(queries)
-    along_keys = u.gamma(slab.k.shape[0]) + u.bound_block_sums(slab.k.shape[0])
+    num_heads, queries = dlse.shape
+    terms = u.gamma(num_heads * queries) + u.bound_block_sums(queries)
+    along_keys = u.gamma(group.k.shape[0]) + u.bound_block_sums(group.k.shape[0])
     abs_dx = np.abs(back.dx)
-    err_dk = _sum_scaled(slab, (back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q))
-    err_dq = slab.abs_scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
+    err_dk = _sum_scaled(group, (back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(group.q))
+    err_dq = group.abs_scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(group.k))
     if not do.any():
-        excess = slab.abs_scale * u.sums * compute_equal_term_excess(back.dx, slab.k)
-        err_dq = err_dq + excess * (abs_dx @ np.abs(slab.k))
+        excess = group.abs_scale * u.sums * compute_equal_term_excess(back.dx, group.k)
+        err_dq = err_dq + excess * (abs_dx @ np.abs(group.k))
     if errors.operands is not None:
-        err_dk = err_dk + _sum_scaled(slab, abs_dx.transpose(0, 2, 1) @ errors.operands.q)
-        err_dq = err_dq + slab.abs_scale * (abs_dx @ errors.operands.k)
-    err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
+        err_dk = err_dk + _sum_scaled(group, abs_dx.transpose(0, 2, 1) @ errors.operands.q)
+        err_dq = err_dq + group.abs_scale * (abs_dx @ errors.operands.k)
+    err_pv = errors.p + (u.probabilities + u.products + terms) * group.averaging + u.tiny * back.live
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
     if u.coarse:
-        dx2 = slab.scale**2 * back.dx**2
-        err_dq = err_dq + _bound_coarse_products(u, np.abs(dq), dx2 @ slab.k**2)
-        err_dk = err_dk + _bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ slab.q**2).sum(axis=0)
-        p2 = slab.averaging.transpose(0, 2, 1) ** 2
+        dx2 = group.scale**2 * back.dx**2
+        err_dq = err_dq + _bound_coarse_products(u, np.abs(dq), dx2 @ group.k**2)
+        err_dk = err_dk + _bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ group.q**2).sum(axis=0)
+        p2 = group.averaging.transpose(0, 2, 1) ** 2
         err_dv = err_dv + _bound_coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
     err_dx, err_dz = back.err_dx + terms * abs_dx, back.err_dz + terms * np.abs(back.dz)
     if back.narrow is not None:
         err_dq, err_dx, err_dz = err_dq + back.narrow.dq, err_dx + back.narrow.dx, err_dz + back.narrow.dz
         err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
-    by_head = (u.out if group > 1 else 0.0) + u.bound_head_sums(group)
+    by_head = (u.out if num_heads > 1 else 0.0) + u.bound_head_sums(num_heads)
     sink_sum = u.gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
-        slab,
+        group,
         dq=err_dq,
         dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
         dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
         by_head={
             "dsinks": 2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
-            **{GRADIENT_OF[name]: _bound_factor_gradient(slab, name, back, errors, u) for name in slab.head_factors},
+            **{GRADIENT_OF[name]: _bound_factor_gradient(group, name, back, errors, u) for name in group.head_factors},
         },
         dx=err_dx,
         dz=err_dz,
@@ -485,19 +487,19 @@ def _add_gradients(
     )
 
 
-def _sum_scaled(slab: Slab, by_head: Array) -> Array:
+def _sum_scaled(group: HeadGroup, by_head: Array) -> Array:
     """Multiply an array `[G, ...]` by the magnitude of the scale, and sum it over the query heads of the group."""
-    if not slab.head_factors:  # one scale for all heads, so one product after the sum
-        found: Array = slab.abs_scale * by_head.sum(axis=0)
+    if not group.head_factors:  # one scale for all heads, so one product after the sum
+        found: Array = group.abs_scale * by_head.sum(axis=0)
         return found
-    return np.asarray((slab.abs_scale * by_head).sum(axis=0))
+    return np.asarray((group.abs_scale * by_head).sum(axis=0))
 
 
 def _bound_factor_gradient(
-    slab: Slab, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
+    group: HeadGroup, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
 ) -> Array:
     """Bound the gradient's error of a factor that differs by query head, `[G]`: `E(df)` in the module docstring."""
-    others = slab.drop_factor(operand)
+    others = group.drop_factor(operand)
     err_logit = _bound_logit_errors(others, u)
     if errors.operands is not None:
         err_logit = err_logit + _bound_operand_errors(others, errors.operands)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable, read_table
+from impls.contract.tunable import ParameterSettings, Setting, Tunable, TuningParameter, read_table
 
 DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
 """Block sizes where nothing was measured, and for short calls. A short call would fit into one block of a larger size.
@@ -38,14 +38,14 @@ def look_up(q_length: int, kv_length: int) -> Setting:
 def build_tunable(call: Callable[..., Any]) -> Tunable:
     """Describe to the tuner the block sizes of `call`, which takes `block_q` and `block_kv`."""
 
-    def with_settings(settings: KnobSettings) -> Callable[..., Any]:
+    def with_settings(settings: ParameterSettings) -> Callable[..., Any]:
         def attention(*operands: Any, **options: Any) -> Any:
             return call(*operands, **options, **settings["blocks"])
 
         return attention
 
     return Tunable(
-        knobs=(Knob(name="blocks", phase="forward+backward", candidates=_iter_candidates),),
+        parameters=(TuningParameter(name="blocks", phase="forward+backward", candidates=_iter_candidates),),
         settings=lambda case: {"blocks": look_up(case.q_length, case.kv_length)},
         call=with_settings,
         key=lambda case: {"min_length": min(case.q_length, case.kv_length)},

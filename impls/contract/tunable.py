@@ -18,9 +18,9 @@ from reports import output_files
 SCHEMA = "attention-conformance/tuned/1"
 
 Setting = Mapping[str, int]
-"""The setting of one knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
-KnobSettings = Mapping[str, Setting]
-"""The settings of several knobs, by the name of the knob."""
+"""The setting of one parameter, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
+ParameterSettings = Mapping[str, Setting]
+"""The settings of several parameters, by the name of the parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +44,31 @@ def report_no_traffic(_case: Case, _setting: Setting) -> Traffic:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Knob:
-    """One independently tuned choice, such as tile and launch of one kernel, while other knobs stay fixed.
+class TuningParameter:
+    """One independently tuned choice, such as tile and launch of one kernel, while other parameters stay fixed.
+
+    The command line selects it by `--parameter`.
 
     Attributes:
-      name: its key in `KnobSettings`.
+      name: its key in `ParameterSettings`.
       phase: the program that it affects, `"forward"` or `"forward+backward"`.
       candidates: a function from a case to the settings to try. Settings that do not compile or fit are reported and
         skipped. Without any settings there is no choice for this case or on this machine, and the old setting stays.
       kernel: the end of the kernel's name, which identifies the kernel when its cycles are counted from machine code
         without the accelerator; or empty.
-      given: settings of other knobs while this one is timed. They switch off every kernel that could run instead of
-        this knob's kernel.
+      given: settings of other parameters while this one is timed. They switch off every kernel that could run instead
+        of this parameter's kernel.
       traffic: a function from a case and a setting to the extra bytes that the kernel moves.
-      ways: for a knob that chooses among kernels, its candidates in order. Each comes with the names of the knobs whose
-        kernels then run. Without the accelerator, the first candidate is chosen, unless the kernels of another take
-        clearly fewer cycles in total.
+      ways: for a parameter that chooses among kernels, its candidates in order. Each comes with the names of the
+        parameters whose kernels then run. Without the accelerator, the first candidate is chosen, unless the kernels of
+        another take clearly fewer cycles in total.
     """
 
     name: str
     phase: str
     candidates: Callable[[Case], Iterable[Setting]]
     kernel: str = ""
-    given: KnobSettings = dataclasses.field(default_factory=dict)
+    given: ParameterSettings = dataclasses.field(default_factory=dict)
     traffic: Callable[[Case, Setting], Traffic] = report_no_traffic
     ways: tuple[tuple[Setting, tuple[str, ...]], ...] = ()
 
@@ -76,7 +78,7 @@ class Tunable:
     """Settings of an implementation that can be tuned, and the table that stores them.
 
     Attributes:
-      knobs: the knobs, in the order in which they are tuned.
+      parameters: the parameters, in the order in which they are tuned.
       settings: a function that returns the settings in force for a case on this machine.
       call: a function that returns the canonical call with the given settings.
       native: a function that returns the call with the given settings for the accelerator's real compiler
@@ -87,13 +89,13 @@ class Tunable:
       table: the path of the table; None if the kernel reads no table, so that its settings never change.
     """
 
-    knobs: tuple[Knob, ...]
-    settings: Callable[[Case], KnobSettings]
-    call: Callable[[KnobSettings], Callable[..., Any]]
+    parameters: tuple[TuningParameter, ...]
+    settings: Callable[[Case], ParameterSettings]
+    call: Callable[[ParameterSettings], Callable[..., Any]]
     key: Callable[[Case], Mapping[str, int]]
     cases: Callable[[], tuple[Case, ...]]
     table: Path | None = None
-    native: Callable[[KnobSettings], Callable[..., Any]] | None = None
+    native: Callable[[ParameterSettings], Callable[..., Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class TableEntry:
 
     device: str
     key: Mapping[str, int]
-    settings: KnobSettings
+    settings: ParameterSettings
     provenance: Mapping[str, Any]
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.operand_values import DTYPES
-from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable
+from impls.contract.tunable import ParameterSettings, Setting, Tunable, TuningParameter
 from impls.flash_gpu.block_sizes import MEASURED_TABLE, RING_BLOCKS, BlockSizes, Kernel, Ring, look_up, parse_settings
 from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
 from impls.flash_gpu.tile_schedule import has_dead_keys
@@ -63,11 +63,11 @@ _PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "
 def build_tunable(call: Callable[..., Any]) -> Tunable:
     """Describe to the tuner the block sizes of `call`, which takes `block_sizes`."""
 
-    def with_settings(settings: KnobSettings) -> Callable[..., Any]:
+    def with_settings(settings: ParameterSettings) -> Callable[..., Any]:
         return functools.partial(call, block_sizes=parse_settings(settings))
 
     triton = (
-        Knob(
+        TuningParameter(
             name=kernel,
             phase=phase,
             candidates=functools.partial(_iter_triton_tiles, stages=(2, 3) if kernel == "forward" else (1, 2)),
@@ -76,11 +76,13 @@ def build_tunable(call: Callable[..., Any]) -> Tunable:
         for kernel, phase in _PHASES.items()
     )
     mosaic = (
-        Knob(name=f"mosaic_{kernel}", phase=phase, candidates=functools.partial(_iter_mosaic_rings, kernel=kernel))
+        TuningParameter(
+            name=f"mosaic_{kernel}", phase=phase, candidates=functools.partial(_iter_mosaic_rings, kernel=kernel)
+        )
         for kernel, phase in _PHASES.items()
     )
     return Tunable(
-        knobs=(*triton, *mosaic),
+        parameters=(*triton, *mosaic),
         settings=lambda case: dataclasses.asdict(_look_up_sizes(case)),
         call=with_settings,
         key=_build_key,

@@ -26,7 +26,7 @@ from cases.case_id import parse_case_id
 from cases.masks import Mask
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
-from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
+from impls.contract.tunable import ParameterSettings, Setting, Traffic, Tunable, TuningParameter, report_no_traffic
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import build_case_mask
@@ -166,7 +166,7 @@ def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
 def _build_tunable(attention: Callable[..., Any]) -> Tunable:
     """Describe to the tuner the blocks of each kernel, and whether the backward pass is one kernel or two."""
 
-    def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
+    def call(settings: ParameterSettings, **options: Any) -> Callable[..., Any]:
         is_fused = settings["backward"]["fused"] == 1
         forward, dq, dkv = (settings[name] for name in ("forward", "dq", "fused" if is_fused else "dkv"))
         sizes = BlockSizes(
@@ -187,15 +187,15 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
             if case.q_length % q == 0 and case.kv_length % kv == 0:
                 yield {"q": q, "kv": kv, "kv_compute": compute}
 
-    def settings(case: Case) -> KnobSettings:
+    def settings(case: Case) -> ParameterSettings:
         q, kv = (math.gcd(length, _COMPILED_BLOCK) for length in (case.q_length, case.kv_length))
         return {
             **{name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNEL_SUFFIXES},
             "backward": _BACKWARD_CHOICES[0][0],
         }
 
-    def knob(name: str) -> Knob:
-        return Knob(
+    def build_parameter(name: str) -> TuningParameter:
+        return TuningParameter(
             name=name,
             phase="forward" if name == "forward" else "forward+backward",
             candidates=candidates,
@@ -204,14 +204,14 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
             traffic=_estimate_traffic if name == "fused" else report_no_traffic,
         )
 
-    backward = Knob(
+    backward = TuningParameter(
         name="backward",
         phase="forward+backward",
         candidates=lambda case: tuple(way for way, _ in _BACKWARD_CHOICES),
         ways=_BACKWARD_CHOICES,
     )
     return Tunable(
-        knobs=(*map(knob, _KERNEL_SUFFIXES), backward),
+        parameters=(*map(build_parameter, _KERNEL_SUFFIXES), backward),
         settings=settings,
         call=call,
         native=functools.partial(call, interpret=False),

@@ -31,7 +31,7 @@ from cases.case_id import parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
-from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
+from impls.contract.tunable import ParameterSettings, Setting, Traffic, Tunable, TuningParameter
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import build_case_mask
@@ -175,7 +175,7 @@ def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
 def _build_tunable() -> Tunable:
     """Describe to the tuner the blocks of both kernels, and whether dq has three arrays or one per key block."""
 
-    def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
+    def call(settings: ParameterSettings, **options: Any) -> Callable[..., Any]:
         forward, fused = settings["forward"], settings["fused"]
         config = _load_module("splash_attention_kernel").SplashConfig(
             block_q=forward["q"],
@@ -192,14 +192,14 @@ def _build_tunable() -> Tunable:
         return (row for row in rows if case.q_length % row["q"] == 0 and case.kv_length % row["kv"] == 0)
 
     return Tunable(
-        knobs=(
-            Knob(
+        parameters=(
+            TuningParameter(
                 name="forward",
                 phase="forward",
                 candidates=functools.partial(candidates, rows=_FORWARD_CANDIDATES),
                 kernel="residuals",  # end of the kernel's name with residuals, which gradients need
             ),
-            Knob(
+            TuningParameter(
                 name="fused",
                 phase="forward+backward",
                 candidates=functools.partial(candidates, rows=_FUSED_CANDIDATES),

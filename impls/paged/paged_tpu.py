@@ -402,21 +402,21 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     depth_v = _get_value_depth(plan, operands)
     if operands.v_pages is None:
         held = [pltpu.VMEM((NUM_BUFFERS, plan.block_pages, page_size, depth), dtype)]
-        apart = []
+        scratch = []
     else:
         stored = operands.k_pages.dtype
         held = [pltpu.VMEM((NUM_BUFFERS, block, num_kv_heads, width), stored) for width in (depth, depth_v)]
-        apart = [pltpu.VMEM((num_kv_heads, block, width), dtype) for width in (depth, depth_v)]
+        scratch = [pltpu.VMEM((num_kv_heads, block, width), dtype) for width in (depth, depth_v)]
     if operands.page_scales is not None:
         lanes = operands.page_scales.shape[2]
         held.append(pltpu.VMEM((NUM_BUFFERS, plan.block_pages, page_size, lanes), jnp.float32))
-        apart.append(pltpu.VMEM((lanes, block), jnp.float32))
+        scratch.append(pltpu.VMEM((lanes, block), jnp.float32))
     return [
         *held,
         pltpu.SemaphoreType.DMA((len(held), NUM_BUFFERS)),
         pltpu.VMEM((num_kv_heads, rows, depth), dtype),
         *(pltpu.VMEM((num_kv_heads, rows, width), jnp.float32) for width in (depth_v, LANES, LANES)),
-        *apart,
+        *scratch,
         *(pltpu.VMEM((plan.block_q, heads, width), jnp.float32) for width in (depth_v, LANES)),
         pltpu.SemaphoreType.DMA((2,)),
     ]

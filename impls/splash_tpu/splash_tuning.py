@@ -16,12 +16,12 @@ from cases.case import Case
 from cases.mask_spec import build_mask
 from cases.masks import And, Chunked, Mask, Or, Window
 from impls.contract.tunable import (
-    Knob,
-    KnobSettings,
+    ParameterSettings,
     Setting,
     TableEntry,
     Traffic,
     Tunable,
+    TuningParameter,
     read_table,
     report_no_traffic,
 )
@@ -31,7 +31,7 @@ from impls.splash_tpu.splash_plan import Blocks, BlockSizes, Depths, estimate_vm
 from impls.splash_tpu.splash_schedule import COMPUTE, build_static_steps
 
 TABLE = Path(__file__).with_name("block_sizes.json")
-KERNEL_KNOBS = ("forward", "dq", "dkv", "fused")
+KERNEL_PARAMETERS = ("forward", "dq", "dkv", "fused")
 """Kernels that have block sizes. The fused one computes the results of dq and dkv in one call."""
 BACKWARD_CHOICES = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
 """Choices for the backward pass: the setting, and the kernels that it runs."""
@@ -97,7 +97,7 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
     return BlockSizes(fitting("forward"), fitting("dkv"), fitting("dq"))
 
 
-def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobSettings | None:
+def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> ParameterSettings | None:
     """Find the most similar call in the table: smallest sufficient depth, then closest in `keys`, then in S."""
     fitting = [
         entry
@@ -118,20 +118,20 @@ def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobS
     return min(fitting, key=compute_distance).settings if fitting else None
 
 
-def _is_fused(settings: KnobSettings) -> bool:
+def _is_fused(settings: ParameterSettings) -> bool:
     return settings["backward"]["fused"] == 1
 
 
 def build_tunable(attention: Any) -> Tunable:
     """Describe to the tuner the block sizes of the canonical call, which takes `block_sizes`."""
 
-    def call(settings: KnobSettings, **options: Any) -> Any:
-        forward, dq, dkv, fused = (Blocks(**settings[kernel]) for kernel in KERNEL_KNOBS)
+    def call(settings: ParameterSettings, **options: Any) -> Any:
+        forward, dq, dkv, fused = (Blocks(**settings[kernel]) for kernel in KERNEL_PARAMETERS)
         sizes = BlockSizes(forward, fused, fused_backward=True) if _is_fused(settings) else BlockSizes(forward, dkv, dq)
         return functools.partial(attention, block_sizes=sizes, **options)
 
     return Tunable(
-        knobs=(*map(_build_knob, KERNEL_KNOBS), _BACKWARD_KNOB),
+        parameters=(*map(_build_parameter, KERNEL_PARAMETERS), _BACKWARD_PARAMETER),
         settings=_get_settings,
         call=call,
         native=functools.partial(call, interpret=False),
@@ -141,8 +141,8 @@ def build_tunable(attention: Any) -> Tunable:
     )
 
 
-def _build_knob(kernel: str) -> Knob:
-    return Knob(
+def _build_parameter(kernel: str) -> TuningParameter:
+    return TuningParameter(
         name=kernel,
         phase="forward" if kernel == "forward" else "forward+backward",
         candidates=functools.partial(_iter_candidates, kernel),
@@ -152,7 +152,7 @@ def _build_knob(kernel: str) -> Knob:
     )
 
 
-_BACKWARD_KNOB = Knob(
+_BACKWARD_PARAMETER = TuningParameter(
     name="backward",
     phase="forward+backward",
     candidates=lambda case: tuple(way for way, _ in BACKWARD_CHOICES),
@@ -182,12 +182,12 @@ def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
     )
 
 
-def _get_settings(case: Case) -> KnobSettings:
+def _get_settings(case: Case) -> ParameterSettings:
     depths = Depths(case.head_dim, case.v_head_dim, _get_itemsize(case))
     kept = _find_closest(
         get_device_kind("tpu"), bound_seen_keys(_build_mask(case), case.kv_length), case.kv_length, depths
     )
-    return kept or {**dict.fromkeys(KERNEL_KNOBS, _serialize_blocks(Blocks())), "backward": BACKWARD_CHOICES[0][0]}
+    return kept or {**dict.fromkeys(KERNEL_PARAMETERS, _serialize_blocks(Blocks())), "backward": BACKWARD_CHOICES[0][0]}
 
 
 def _serialize_blocks(blocks: Blocks) -> Setting:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cases.operand_registry import RESIDUALS
 from reports.causes.case_levels import Level
-from reports.record_groups import Contender
+from reports.record_groups import JudgedImplementation
 from reports.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 
 RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
@@ -50,7 +50,7 @@ _BITS = "bits"
 _WRONG_FORM = re.compile(r"(dtype|shape) is ")
 _RAISING_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
-Question = tuple[str, str]
+Located = tuple[str, str]
 """A check, and a result that it judges."""
 
 
@@ -67,13 +67,13 @@ class Finding:
     """The red records that one cause explains, and the facts about the cause.
 
     Attributes:
-      contender: the implementation and platform whose records these are.
+      implementation: the implementation and platform whose records these are.
       kind: one of `KINDS`.
       levels: the levels that a case needs to fail, and an empty tuple if every case fails. None if it is unknown what
         failing cases have in common.
       others: other combinations of levels that occur in the same cases, so that no case distinguishes them from
         `levels`.
-      question: the check and the result by which the cause was located.
+      located_by: the check and the result by which the cause was located.
       records: all red records that the cause explains; those of the finding's own kind come first.
       inside: how many of the judged cases with these levels fail.
       outside: how many of the judged cases without these levels fail.
@@ -87,11 +87,11 @@ class Finding:
         the levels are not sufficient to make a case fail.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     kind: str
     levels: tuple[Level, ...] | None
     others: tuple[tuple[Level, ...], ...] = ()
-    question: Question
+    located_by: Located
     records: tuple[Record, ...]
     inside: Share
     outside: Share
@@ -103,8 +103,8 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells the finding from the others of a report: its contender, and the key of its first record."""
-        return (self.contender.label, *self.records[0].key)
+        """What tells the finding from the others of a report: its implementation, and the key of its first record."""
+        return (self.implementation.label, *self.records[0].key)
 
     @property
     def is_explained(self) -> bool:

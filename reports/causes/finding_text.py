@@ -25,18 +25,18 @@ from reports.causes.finding import (
     is_wrong_form,
 )
 from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_mask_leak
-from reports.record_groups import Contender
+from reports.record_groups import JudgedImplementation
 from reports.records import Diagnosis, Record, SimilarBug
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
 _MAX_NAMED = 5  # the most checks or results that a line names
-_MAX_QUESTIONS = 2  # the most subchecks that a title names
+_MAX_SUBCHECKS = 2  # the most subchecks that a title names
 _MAX_OTHERS = 3  # the most alternative combinations of levels that a line names
 _MAX_MESSAGE = 120  # the most characters of an exception's message in a title
 _SAME_NUMBERS = 0.97  # a bug of this similarity is wrong by the same numbers, except for rounding
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
-_QUESTION_WORDS = {"x64": "with jax_enable_x64"}  # names that say too little by themselves
+_SUBCHECK_WORDS = {"x64": "with jax_enable_x64"}  # names that say too little by themselves
 _SIZE_LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -90,17 +90,17 @@ def describe_finding(
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
-    """Choose at most `most` findings; the first finding of every contender is chosen before a second of any.
+    """Choose at most `most` findings; the first finding of every implementation is chosen before a second of any.
 
     Returns:
       The chosen findings in the order of their numbers, the number of findings left out, and the number of failures
       that those left out explain.
     """
-    ranks: Counter[Contender] = Counter()
+    ranks: Counter[JudgedImplementation] = Counter()
     ranked = []
     for text in findings:
-        ranked.append((ranks[text.finding.contender], text.number, text))
-        ranks[text.finding.contender] += 1
+        ranked.append((ranks[text.finding.implementation], text.number, text))
+        ranks[text.finding.implementation] += 1
     ranked.sort(key=lambda one: one[:2])
     shown = sorted((text for _, _, text in ranked[:most]), key=lambda text: text.number)
     hidden = [text for _, _, text in ranked[most:]]
@@ -338,20 +338,20 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == GRADIENTS:
         wrong = f"{_join_words(results)} {_choose_verb(results)} wrong"
         return wrong if len(results) < 4 else "the gradients are wrong"
-    questions = _list_questions(finding)
-    if finding.checks == ("poison",) and questions == ["visible"]:
+    subchecks = _list_subchecks(finding)
+    if finding.checks == ("poison",) and subchecks == ["visible"]:
         return "NaN in a key that queries attend to becomes finite numbers in their rows"
     fail = f"{_join_words(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
-    return f"{fail} ({_join_words(questions)})" if questions and len(questions) <= _MAX_QUESTIONS else fail
+    return f"{fail} ({_join_words(subchecks)})" if subchecks and len(subchecks) <= _MAX_SUBCHECKS else fail
 
 
-def _list_questions(finding: Finding) -> list[str]:
+def _list_subchecks(finding: Finding) -> list[str]:
     """List the failing subchecks of a finding's checks: `no_sinks` for the observable `out.no_sinks`.
 
     The list is empty if any observable names no subcheck.
     """
     names = [record.observable.rpartition(".") for record in finding.own]
-    found = dict.fromkeys(_QUESTION_WORDS.get(name[2], name[2]) for name in names)
+    found = dict.fromkeys(_SUBCHECK_WORDS.get(name[2], name[2]) for name in names)
     return [] if any(not name[1] for name in names) else list(found)
 
 

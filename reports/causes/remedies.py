@@ -16,7 +16,7 @@ from reports.records import DECLARATIONS_TRIED, RED, Record
 
 @dataclasses.dataclass(frozen=True)
 class MaskLeak:
-    """Failures of a contender because NaN or infinity behind the mask reaches a result.
+    """Failures of an implementation because NaN or infinity behind the mask reaches a result.
 
     Attributes:
       count: the number of failing records.
@@ -55,7 +55,7 @@ class Remedy:
 
 
 def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:
-    """Summarize the failures of a contender that NaN or infinity behind the mask causes."""
+    """Summarize the failures of an implementation that NaN or infinity behind the mask causes."""
     return MaskLeak(
         count=len(records),
         cases=len({record.case for record in records}),
@@ -65,7 +65,7 @@ def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:
 
 
 def find_remedies(records: Iterable[Record]) -> list[Remedy]:
-    """Find the declarations under which red records of a contender pass, sorted by declaration."""
+    """Find the declarations under which red records of an implementation pass, sorted by declaration."""
     tried = [r for r in records if r.verdict in RED and (r.remedy or DECLARATIONS_TRIED in r.figures)]
     groups = group_by((record for record in tried if record.remedy), lambda record: record.remedy)
     return [

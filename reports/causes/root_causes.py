@@ -40,7 +40,7 @@ from reports.causes.finding import (
     is_wrong_form,
 )
 from reports.causes.nearest_passing import find_nearest_passing, find_needed_levels
-from reports.record_groups import Contender, group_by_contender
+from reports.record_groups import JudgedImplementation, group_by_implementation
 from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
@@ -62,17 +62,17 @@ def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -
       probes: records of additional cases that were judged to confirm findings. They are evidence, but no count of cases
         or failures includes them.
     """
-    return find_contender_causes(group_by_contender(records), group_by_contender(probes))
+    return find_implementation_causes(group_by_implementation(records), group_by_implementation(probes))
 
 
-def find_contender_causes(
-    records: Mapping[Contender, Sequence[Record]], probes: Mapping[Contender, Sequence[Record]]
+def find_implementation_causes(
+    records: Mapping[JudgedImplementation, Sequence[Record]], probes: Mapping[JudgedImplementation, Sequence[Record]]
 ) -> list[Finding]:
-    """Find the causes of red records like `find_root_causes`, from records already grouped by contender."""
+    """Find the causes of red records like `find_root_causes`, from records already grouped by implementation."""
     found = []
-    for contender, own_records in records.items():
+    for implementation, own_records in records.items():
         if any(record.verdict in RED for record in own_records):
-            found += _ContenderEvidence(contender, own_records, probes.get(contender, ())).build_findings()
+            found += _Evidence(implementation, own_records, probes.get(implementation, ())).build_findings()
     return found
 
 
@@ -91,11 +91,13 @@ class _RootCause:
     combination: Combination
 
 
-class _ContenderEvidence:
-    """The evidence in the records of one contender; sets of cases are bit masks, and a case's bit is its row."""
+class _Evidence:
+    """The evidence in the records of one implementation; sets of cases are bit masks, and a case's bit is its row."""
 
-    def __init__(self, contender: Contender, records: Sequence[Record], probes: Sequence[Record]) -> None:
-        self._contender = contender
+    def __init__(
+        self, implementation: JudgedImplementation, records: Sequence[Record], probes: Sequence[Record]
+    ) -> None:
+        self._implementation = implementation
         self._red = [record for record in records if record.verdict in RED]
         self._judged = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
         self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._judged))}
@@ -307,11 +309,11 @@ class _ContenderEvidence:
         ]
         nearest = find_nearest_passing(levels, own, right)
         finding = Finding(
-            contender=self._contender,
+            implementation=self._implementation,
             kind=root.kind,
             levels=levels,
             others=tuple(tuple(names[number] for number in other) for other in root.combination.others),
-            question=(check, get_result(own[0].observable)),
+            located_by=(check, get_result(own[0].observable)),
             records=_sort_own_first(found, root.kind),
             inside=inside,
             outside=outside,
@@ -374,10 +376,10 @@ class _ContenderEvidence:
         asked = {record.case for record in self._judged if same(record) == same(first)}
         red = {record.case for record in found}
         finding = Finding(
-            contender=self._contender,
+            implementation=self._implementation,
             kind=kind,
             levels=None,
-            question=(first.check, get_result(first.observable)),
+            located_by=(first.check, get_result(first.observable)),
             records=_sort_own_first(found, kind),
             inside=Share(len(red), len(asked | red)),
             outside=Share(0, 0),

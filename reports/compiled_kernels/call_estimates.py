@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.record_groups import JudgedImplementation, get_implementation, get_program, get_target
 from reports.records import Record
 
 MAX_CHARTS = 4
@@ -41,42 +41,41 @@ class CallChart:
     case: str
     program: str
     targets: tuple[str, ...]
-    contenders: tuple[Contender, ...]
-    cells: Mapping[tuple[Contender, str], CallEstimate]
+    implementations: tuple[JudgedImplementation, ...]
+    cells: Mapping[tuple[JudgedImplementation, str], CallEstimate]
 
 
 def build_call_charts(records: Sequence[Record]) -> tuple[CallChart, ...]:
     """Build the charts from records of the check `compiles`."""
-    found: dict[tuple[str, str], dict[tuple[Contender, str], CallEstimate]] = {}
+    found: dict[tuple[str, str], dict[tuple[JudgedImplementation, str], CallEstimate]] = {}
     for record in records:
         if (estimate := _parse_estimate(record)) is not None:
             place = (record.case, get_program(record))
-            found.setdefault(place, {})[get_contender(record), get_target(record)] = estimate
+            found.setdefault(place, {})[get_implementation(record), get_target(record)] = estimate
     return choose_charts(found)
 
 
 def choose_charts(
-    found: Mapping[tuple[str, str], Mapping[tuple[Contender, str], CallEstimate]],
+    found: Mapping[tuple[str, str], Mapping[tuple[JudgedImplementation, str], CallEstimate]],
 ) -> tuple[CallChart, ...]:
     """Choose at most `MAX_CHARTS` programs: those that the most implementations have.
 
     Among programs that equally many have, those with the largest estimated cycles are chosen.
 
     Args:
-      found: the estimates, first by case id and program, then by contender (implementation and platform) and target
-        chip.
+      found: the estimates, first by case id and program, then by implementation and target chip
     """
     charts = [
         CallChart(
             case,
             program,
             tuple(dict.fromkeys(target for _, target in cells)),
-            tuple(dict.fromkeys(contender for contender, _ in cells)),
+            tuple(dict.fromkeys(implementation for implementation, _ in cells)),
             cells,
         )
         for (case, program), cells in found.items()
     ]
-    charts.sort(key=lambda chart: (-len(chart.contenders), -max(cell.total for cell in chart.cells.values())))
+    charts.sort(key=lambda chart: (-len(chart.implementations), -max(cell.total for cell in chart.cells.values())))
     return tuple(charts[:MAX_CHARTS])
 
 

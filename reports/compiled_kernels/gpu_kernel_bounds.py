@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from reports.compiled_kernels.call_estimates import CallChart, CallEstimate, choose_charts
-from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.record_groups import JudgedImplementation, get_implementation, get_program, get_target
 from reports.records import Record
 
 _LEAST_CYCLES = "pair_cycles"
@@ -57,7 +57,7 @@ class BoundRow:
     `cells` has the bounds by GPU.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     case: str
     program: str
     kernel: str
@@ -78,23 +78,24 @@ class BoundTable:
 
 def build_bound_table(records: Sequence[Record]) -> BoundTable | None:
     """Build the table from records of the check `compiles`; None if no record has bounds of a GPU kernel."""
-    found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, KernelBound]]] = {}
-    sums: dict[tuple[str, str], dict[tuple[Contender, str], CallEstimate]] = {}
+    found: dict[tuple[JudgedImplementation, str], dict[tuple[str, str], dict[str, KernelBound]]] = {}
+    sums: dict[tuple[str, str], dict[tuple[JudgedImplementation, str], CallEstimate]] = {}
     for record in records:
         kernels = dict(_iter_kernels(record))
         if not kernels:
             continue
-        contender, target, place = get_contender(record), get_target(record), (record.case, get_program(record))
+        implementation, target = get_implementation(record), get_target(record)
+        place = record.case, get_program(record)
         for kernel, bound in kernels.items():
-            found.setdefault((contender, kernel), {}).setdefault(place, {})[target] = bound
+            found.setdefault((implementation, kernel), {}).setdefault(place, {})[target] = bound
         cycles = {kernel: _PAIRS * bound.least for kernel, bound in kernels.items()}
-        sums.setdefault(place, {})[contender, target] = CallEstimate(cycles, frozenset())
+        sums.setdefault(place, {})[implementation, target] = CallEstimate(cycles, frozenset())
     if not found:
         return None
     rows = []
-    for (contender, kernel), places in found.items():
+    for (implementation, kernel), places in found.items():
         case, program = max(places, key=lambda place: max(bound.least for bound in places[place].values()))
-        rows.append(BoundRow(contender, case, program, kernel, places[case, program]))
+        rows.append(BoundRow(implementation, case, program, kernel, places[case, program]))
     targets = tuple(dict.fromkeys(target for row in rows for target in row.cells))
     return BoundTable(targets, tuple(rows), choose_charts(sums))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.record_groups import JudgedImplementation, get_implementation, get_program, get_target
 from reports.records import Record
 
 _FULL = "full_block_cycles"
@@ -54,7 +54,7 @@ class ScheduleRow:
     `cells` has the numbers by TPU generation.
     """
 
-    contender: Contender
+    implementation: JudgedImplementation
     case: str
     program: str
     kernel: str
@@ -71,17 +71,17 @@ class ScheduleTable:
 
 def build_schedule_table(records: Sequence[Record]) -> ScheduleTable | None:
     """Build the table from records of the check `compiles`; None if no record has a schedule."""
-    found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, ScheduleFigures]]] = {}
+    found: dict[tuple[JudgedImplementation, str], dict[tuple[str, str], dict[str, ScheduleFigures]]] = {}
     for record in records:
         for kernel, figures in _iter_kernels(record):
-            places = found.setdefault((get_contender(record), kernel), {})
+            places = found.setdefault((get_implementation(record), kernel), {})
             places.setdefault((record.case, get_program(record)), {})[get_target(record)] = figures
     if not found:
         return None
     rows = []
-    for (contender, kernel), places in found.items():
+    for (implementation, kernel), places in found.items():
         case, program = max(places, key=lambda place: max(figures.full for figures in places[place].values()))
-        rows.append(ScheduleRow(contender, case, program, kernel, places[case, program]))
+        rows.append(ScheduleRow(implementation, case, program, kernel, places[case, program]))
     return ScheduleTable(tuple(dict.fromkeys(target for row in rows for target in row.cells)), tuple(rows))
 
 

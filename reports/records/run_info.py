@@ -79,7 +79,7 @@ class Diagnosis:
 class RunInfo:
     """Everything that a report shows besides records, for one run or several merged runs.
 
-    Keys of mappings are labels of contenders (an implementation on a platform) or names of implementations.
+    Keys of mappings are labels of implementations (which name the platform) or names of implementations.
 
     Attributes:
       command: the command that repeats the run.
@@ -97,8 +97,8 @@ class RunInfo:
       narrowed: the options that selected only a part of the level, if `extents` is empty.
       probes: records that confirm findings; they are not counted.
       diagnoses: which planted bugs each finding resembles, by the finding's key.
-      files: for contenders that several runs judged, the files of these runs.
-      runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
+      files: for implementations that several runs judged, the files of these runs.
+      runs: for the same implementations, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
       check_meanings: what each check tests, in one sentence, by the name of the check.
     """

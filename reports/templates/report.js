@@ -17,7 +17,7 @@
     const [caseId, features] = data.cases[row[4]];
     const share = row[5] === undefined ? null : row[5];
     return {
-      contender: row[0], check: row[1], observable: row[2], verdict: row[3], caseId, features, share,
+      implementation: row[0], check: row[1], observable: row[2], verdict: row[3], caseId, features, share,
       finding: row[6] || 0, texts: (row[7] || []).map((number) => data.texts[number]), command: row[8] || 0,
     };
   });
@@ -32,12 +32,12 @@
   };
   const commandOf = (row) => {
     if (row.command === 1)
-      return `python -m conformance run --impl=${data.contenders[row.contender][1]} --case=${row.caseId} --check=${data.checks[row.check]}`;
+      return `python -m conformance run --impl=${data.implementations[row.implementation][1]} --case=${row.caseId} --check=${data.checks[row.check]}`;
     return row.command ? data.texts[row.command] : "";
   };
   const words = (row) => {
     if (row.words === undefined)
-      row.words = [row.caseId, data.contenders[row.contender][0], data.checks[row.check], data.observables[row.observable],
+      row.words = [row.caseId, data.implementations[row.implementation][0], data.checks[row.check], data.observables[row.observable],
         data.verdicts[row.verdict][0], ...row.texts].join("\n").toLowerCase();
     return row.words;
   };
@@ -57,10 +57,10 @@
   };
   // Without the folders of a file, unless two labels would be the same.
   const stripFolders = ([label]) => label.replace(/^.*\//, "");
-  const stripped = data.contenders.map(stripFolders);
-  const shortLabels = data.contenders.map((one, i) => (stripped.filter((other) => other === stripped[i]).length > 1 ? one[0] : stripped[i]));
+  const stripped = data.implementations.map(stripFolders);
+  const shortLabels = data.implementations.map((one, i) => (stripped.filter((other) => other === stripped[i]).length > 1 ? one[0] : stripped[i]));
   const names = {
-    verdict: (row) => row.verdict, contender: (row) => data.contenders[row.contender][0],
+    verdict: (row) => row.verdict, implementation: (row) => data.implementations[row.implementation][0],
     check: (row) => row.check, observable: (row) => row.observable, caseId: (row) => row.caseId,
   };
 
@@ -77,17 +77,17 @@
     select.replaceChildren(new Option(any, ""), ...entries.map(([value, text]) => new Option(text, value)));
   };
   fill("verdict", "any", [["red", "red"], ...data.verdicts.map(([name, glyph], i) => [i, `${glyph} ${name}`])]);
-  fill("contender", "any", data.contenders.map(([label], i) => [i, label]));
+  fill("implementation", "any", data.implementations.map(([label], i) => [i, label]));
   fill("check", "any", data.checks.map((name, i) => [i, name]));
   fill("observable", "any", data.observables.map((name, i) => [i, name]));
   fill("feature", "any", data.features.map((name, i) => [i, name]));
   const findings = [...new Set(rows.map((row) => row.finding))].filter(Boolean).sort((a, b) => a - b);
   fill("finding", "any", findings.map((number) => [number, `${number}`]));
-  const numbered = new Set(["contender", "check", "observable", "finding"]);
+  const numbered = new Set(["implementation", "check", "observable", "finding"]);
 
   const chosen = () => {
     const wanted = {};
-    for (const name of ["verdict", "contender", "check", "observable", "feature", "finding"])
+    for (const name of ["verdict", "implementation", "check", "observable", "feature", "finding"])
       wanted[name] = form.elements[name].value;
     wanted.text = form.elements.text.value.trim().toLowerCase();
     return wanted;
@@ -123,9 +123,9 @@
     cell.append(details);
     tr.append(cell, createElement("td", shareText(row.share), rankShare(row) > 1 && red ? "num ink-fail" : "num"));
     tr.append(createElement("td", data.checks[row.check]), createElement("td", data.observables[row.observable]));
-    const contender = createElement("td", shortLabels[row.contender]);
-    contender.title = data.contenders[row.contender][0];
-    tr.append(contender);
+    const implementation = createElement("td", shortLabels[row.implementation]);
+    implementation.title = data.implementations[row.implementation][0];
+    tr.append(implementation);
     return tr;
   };
   const extend = () => {
@@ -163,8 +163,8 @@
     const parts = ['(.schema|startswith("attention-conformance/record/"))'];
     if (only !== null) parts.push(`.case==${quoted(only)}`);
     let [file, runs] = [data.file, ""];
-    if (wanted.contender !== "") {
-      const [, implementation, platform, theirs, marks] = data.contenders[Number(wanted.contender)];
+    if (wanted.implementation !== "") {
+      const [, implementation, platform, theirs, marks] = data.implementations[Number(wanted.implementation)];
       parts.push(`.implementation==${quoted(implementation)}`, `.platform==${quoted(platform)}`);
       [file, runs] = [theirs, marks]; // files, then run ids, distinguish merged runs of one kernel
     }
@@ -182,11 +182,11 @@
   // browser's back button undoes a filter. Names stand for numbers, so that a link survives a new run.
   const find = byId("find");
   const nameOf = {
-    verdict: (value) => (value === "red" ? value : data.verdicts[value][0]), contender: (value) => data.contenders[value][0],
+    verdict: (value) => (value === "red" ? value : data.verdicts[value][0]), implementation: (value) => data.implementations[value][0],
     check: (value) => data.checks[value], observable: (value) => data.observables[value],
     feature: (value) => data.features[value], finding: (value) => value,
   };
-  const parameters = { verdict: "verdict", contender: "implementation", check: "check", observable: "result", feature: "feature", finding: "finding" };
+  const parameters = { verdict: "verdict", implementation: "implementation", check: "check", observable: "result", feature: "feature", finding: "finding" };
   const stateText = () => {
     const state = new URLSearchParams();
     for (const [name, parameter] of Object.entries(parameters))
@@ -282,7 +282,7 @@
     }
     clear();
     if (cell) {
-      form.elements.contender.value = cell[1];
+      form.elements.implementation.value = cell[1];
       form.elements[cell[2]].value = cell[3];
     } else if (finding) form.elements.finding.value = finding[1];
     else only = hash.slice("case-".length);

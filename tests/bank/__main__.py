@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to measure")
     add_option(what, "level", help="the level at which each bug is judged (quick)")
     about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
-    what.add_argument("--signatures", action="store_true", help=about)
+    what.add_argument("--profiles", action="store_true", help=about)
     how = parser.add_argument_group("how to run")
     add_option(how, "jobs")
     add_option(how, "cluster")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cases.storage_forms.form_registry import FORMS
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, SURROUNDING_FAMILIES, Similarity, find_nearest
-from conformance.sensitivity.failure_signatures import KnownBug
+from conformance.sensitivity.error_profiles import KnownBug
 
 # These families name a storage form, not a kind of mistake. So bugs in them are grouped by their kind instead.
 _STORAGE_FAMILIES = frozenset({*FORMS, "quantised caches"})
@@ -23,7 +23,7 @@ class Confusion:
 
     Attributes:
       family: name of the family.
-      bugs: number of bugs of the family that are wrong on any signature case; the other fields count among these.
+      bugs: number of bugs of the family that are wrong on any error profile case; the other fields count among these.
       first: number of bugs for which the first named bug is right.
       named: number of bugs for which any of the (at most three) named bugs is right.
       none: number of bugs for which no bug is named.
@@ -45,10 +45,10 @@ def measure_confusions(bank: Sequence[KnownBug]) -> list[Confusion]:
 
     Bugs in code around a kernel (`SURROUNDING_FAMILIES`) are left out.
     """
-    visible = [bug for bug in bank if bug.signature.wrong and bug.family not in SURROUNDING_FAMILIES]
+    visible = [bug for bug in bank if bug.profile.wrong and bug.family not in SURROUNDING_FAMILIES]
     named: dict[str, list[tuple[KnownBug, list[Similarity]]]] = {}
     for bug in visible:
-        nearest = find_nearest(bug.signature, [other for other in visible if other is not bug])
+        nearest = find_nearest(bug.profile, [other for other in visible if other is not bug])
         named.setdefault(bug.family, []).append((bug, nearest))
     return [_measure_confusion(family, diagnosed, visible) for family, diagnosed in sorted(named.items())]
 
@@ -61,7 +61,7 @@ def _measure_confusion(
     Args:
       family: name of the family.
       named: each bug of the family, with the bugs that its diagnosis names.
-      visible: all bugs of the bank that are wrong on any signature case.
+      visible: all bugs of the bank that are wrong on any error profile case.
     """
     rightness = [[_is_right(bug, each) for each in nearest] for bug, nearest in named]
     wrong = (

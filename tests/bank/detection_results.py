@@ -10,7 +10,7 @@ from typing import Any
 
 from conformance.sensitivity.detection_table import FILE, SCHEMA
 from reports.records import FAIL
-from tests.bank.examination import Examination, Kill, compute_check_powers
+from tests.bank.examination import Detection, Examination, compute_check_powers
 
 
 def build_table(
@@ -34,7 +34,8 @@ def build_table(
         "environment": {name: environment[name] for name in ("jax", "python", "backend") if name in environment},
         "bugs": [_serialize_examination(e) for e in sorted(examined, key=lambda e: e.bug)],
         "checks": [
-            dataclasses.asdict(power) | {"seconds": round(power.seconds, 1)} for power in compute_check_powers(examined)
+            {"check": one.check, "kills": one.detected, "alone": one.alone, "seconds": round(one.seconds, 1)}
+            for one in compute_check_powers(examined)
         ],
         "resolution": [dataclasses.asdict(resolution) for resolution in resolutions],
     }
@@ -64,7 +65,7 @@ def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) 
             kind=row["kind"],
             reference=row["reference"],
             shows=(),
-            kills={check: _parse_kill(*kill) for check, kill in row["kills"].items()},
+            detections={check: _parse_detection(*detection) for check, detection in row["kills"].items()},
             judged=row["judged"],
             planned=row["planned"],
             seconds={},
@@ -74,9 +75,9 @@ def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) 
     ]
 
 
-def _parse_kill(observable: str, ratio: float | str | None, case: str) -> Kill:
-    """Build a `Kill`, the first failure by which a check saw a bug, from its entry in the table."""
-    return Kill(observable, case, FAIL, float(ratio) if ratio is not None else None)
+def _parse_detection(observable: str, ratio: float | str | None, case: str) -> Detection:
+    """Build a `Detection`, the first failure by which a check saw a bug, from its entry in the table."""
+    return Detection(observable, case, FAIL, float(ratio) if ratio is not None else None)
 
 
 def _serialize_examination(examined: Examination) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def _serialize_examination(examined: Examination) -> dict[str, Any]:
         "judged": examined.judged,
         "planned": examined.planned,
         "kills": {
-            check: [kill.observable, _round_ratio(kill.ratio), kill.case] for check, kill in examined.kills.items()
+            check: [detection.observable, _round_ratio(detection.ratio), detection.case]
+            for check, detection in examined.detections.items()
         },
     }
 

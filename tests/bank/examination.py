@@ -1,7 +1,7 @@
 """Find out which checks see which planted bugs, and which bugs only one check sees.
 
 `examine` judges the kernel with a planted bug on the cases of a run. A check *sees* the bug if one of its records is
-red, that is, failed or raised. The first such record of a check is its *kill*. `detection_table` saves the results.
+red, that is, failed or raised. The first such record is the check's *detection*. `detection_table` saves them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STRIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Kill:
+class Detection:
     """The first red record of one check for a planted bug.
 
     Attributes:
@@ -53,7 +53,7 @@ class Examination:
       kind: `PlantedBug.kind` of the bug.
       reference: `PlantedBug.reference` of the bug.
       shows: `PlantedBug.shows` of the bug.
-      kills: by name of a check that sees the bug, the check's first red record.
+      detections: by name of a check that sees the bug, the check's first red record.
       judged: number of jobs (a case with its checks) that were judged.
       planned: number of jobs in a full run. Fewer jobs are judged if a check sees the bug early.
       seconds: time that each check took, by name of the check.
@@ -65,7 +65,7 @@ class Examination:
     kind: str
     reference: str
     shows: tuple[str, ...]
-    kills: Mapping[str, Kill]
+    detections: Mapping[str, Detection]
     judged: int
     planned: int
     seconds: Mapping[str, float]
@@ -74,7 +74,7 @@ class Examination:
     @property
     def survives(self) -> bool:
         """Whether no check sees the bug."""
-        return not self.kills
+        return not self.detections
 
 
 def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
@@ -94,10 +94,10 @@ def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
     return [*on_grid[:NEAREST_CASES], *special, *on_grid[NEAREST_CASES:]]
 
 
-def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
-    """Check whether a run still contains one of the kills: the same check on the same case."""
+def is_still_asked(bug: PlantedBug, level: str, detections: Mapping[str, Detection]) -> bool:
+    """Check whether a run still contains one of the detections: the same check on the same case."""
     planned = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
-    return any((check, kill.case) in planned for check, kill in kills.items())
+    return any((check, detection.case) in planned for check, detection in detections.items())
 
 
 def _compute_size(case: Case) -> int:
@@ -113,28 +113,28 @@ def create_single_look_runner() -> Runner:
     return Runner(Settings(), confirmed=0)
 
 
-def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
+def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Detection] | None = None) -> Iterator[Record]:
     """Judge a planted bug, and yield its red records one by one, so that the caller can stop early.
 
-    If `seen` is given, the checks in it run first, on the case of the earlier kill before other cases. Of these checks,
-    only the subchecks that saw the bug run. After that, the whole run is judged as if nothing were known. So a bug that
-    only other checks see is still found.
+    If `seen` is given, the checks in it run first, on the case of the earlier detection before other cases. Of these
+    checks, only the subchecks that saw the bug run. After that, the whole run is judged as if nothing were known. So a
+    bug that only other checks see is still found.
 
     Args:
       bug: the planted bug.
       level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
-      seen: by name of a check, the kill that an earlier examination recorded.
+      seen: by name of a check, the detection that an earlier examination recorded.
     """
     runner = create_single_look_runner()
     jobs = order_jobs_for_bug(bug, level)
-    questions = {question for kill in (seen or {}).values() for question in _iter_question_names(kill.observable)}
+    subchecks = {subcheck for one in (seen or {}).values() for subcheck in _iter_subcheck_names(one.observable)}
     for job in _select_seen_jobs(jobs, seen or {}):
-        yield from _iter_red(runner.stream(job), questions)
+        yield from _iter_red(runner.stream(job), subchecks)
     for job in jobs:
         yield from _iter_red(runner.stream(job), None)
 
 
-def _iter_question_names(observable: str) -> Iterator[str]:
+def _iter_subcheck_names(observable: str) -> Iterator[str]:
     """Yield the names that the subcheck behind an observable may have: `dq.deep` and `deep` for `dq.deep`.
 
     A subcheck is a named part of a check. Its name is the observable's name, or that name without its first parts.
@@ -143,14 +143,14 @@ def _iter_question_names(observable: str) -> Iterator[str]:
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
-def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
-    """Yield the red records, while only the subchecks named `questions` run; None runs all subchecks.
+def _iter_red(records: Iterator[Record], subchecks: Collection[str] | None) -> Iterator[Record]:
+    """Yield the red records, while only the subchecks named in `subchecks` run; None runs all subchecks.
 
     The selection of subchecks is in force only while a record is computed. Between two records the caller may judge
     another kernel, which must not be restricted.
     """
     while True:
-        with select_subchecks(questions):
+        with select_subchecks(subchecks):
             record = next(records, None)
         if record is None:
             return
@@ -158,7 +158,7 @@ def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> I
             yield record
 
 
-def _select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+def _select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Detection]) -> list[Job]:
     """Reduce jobs to the checks that saw the bug, and sort them so that the bug is seen again soon.
 
     Jobs without such a check are dropped. Cases on which one of the checks saw the bug come first. Jobs whose first
@@ -166,9 +166,9 @@ def _select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job
 
     Args:
       jobs: jobs of a run.
-      seen: by name of a check that saw the bug, its kill.
+      seen: by name of a check that saw the bug, its detection.
     """
-    cases = {kill.case for kill in seen.values()}
+    cases = {detection.case for detection in seen.values()}
     with_seen_checks = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
     narrowed = [dataclasses.replace(job, checks=checks) for job, checks in with_seen_checks if checks]
     return sorted(narrowed, key=lambda job: (job.case.id not in cases, CHECKS.index(job.checks[0])))
@@ -186,20 +186,20 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     first_red = None
     jobs = order_jobs_for_bug(bug, level)
     near_or_off_grid = NEAREST_CASES + sum(not job.is_on_grid for job in jobs)
-    kills: dict[str, Kill] = {}
+    detections: dict[str, Detection] = {}
     seconds: dict[str, float] = {}
     judged = 0
     for number, job in enumerate(jobs):
-        if len(kills) > 1:
+        if len(detections) > 1:
             break
-        if level != "smoke" and number >= near_or_off_grid and kills and number % _STRIDE:
+        if level != "smoke" and number >= near_or_off_grid and detections and number % _STRIDE:
             continue
-        open_checks = tuple(check for check in job.checks if check.name not in kills)
+        open_checks = tuple(check for check in job.checks if check.name not in detections)
         for record in runner.stream(dataclasses.replace(job, checks=open_checks)):
             seconds[record.check] = seconds.get(record.check, 0.0) + record.seconds
-            if record.verdict in RED and record.check not in kills:
+            if record.verdict in RED and record.check not in detections:
                 first_red = first_red or time.perf_counter() - started
-                kills[record.check] = Kill(record.observable, record.case, record.verdict, record.ratio)
+                detections[record.check] = Detection(record.observable, record.case, record.verdict, record.ratio)
         judged += 1
     return Examination(
         bug=bug.name,
@@ -207,7 +207,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
         kind=bug.kind,
         reference=bug.reference,
         shows=bug.shows,
-        kills=kills,
+        detections=detections,
         judged=judged,
         planned=len(jobs),
         seconds=seconds,
@@ -231,13 +231,13 @@ class CheckPower:
 
     Attributes:
       check: name of the check.
-      kills: number of bugs that the check sees.
+      detected: number of bugs that the check sees.
       alone: names of the bugs that no other check sees.
       seconds: time that the check took for all bugs.
     """
 
     check: str
-    kills: int
+    detected: int
     alone: tuple[str, ...]
     seconds: float
 
@@ -247,8 +247,8 @@ def compute_check_powers(examined: Sequence[Examination]) -> list[CheckPower]:
     return [
         CheckPower(
             check=check.name,
-            kills=sum(check.name in e.kills for e in examined),
-            alone=tuple(e.bug for e in examined if set(e.kills) == {check.name}),
+            detected=sum(check.name in e.detections for e in examined),
+            alone=tuple(e.bug for e in examined if set(e.detections) == {check.name}),
             seconds=sum(e.seconds.get(check.name, 0.0) for e in examined),
         )
         for check in CHECKS

@@ -1,4 +1,4 @@
-"""Examine planted bugs and measure their signatures in several processes.
+"""Examine planted bugs and measure their error profiles in several processes.
 
 Each worker gets the name of a bug and loads the bug from its bank. A bug itself contains functions, which as a rule
 cannot be sent to another process.
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from conformance.judging.task_pools import LocalPool, TaskPool
-from conformance.sensitivity.failure_signatures import KnownBug, build_signature, iter_signature_jobs
+from conformance.sensitivity.error_profiles import KnownBug, build_profile, iter_profile_jobs
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import open_cluster
 from tests.bank.examination import Examination, create_single_look_runner, examine
@@ -64,7 +64,7 @@ def examine_parallel(
 
 
 def measure_parallel(bank: str, names: Sequence[str], pool: TaskPool, on_bug: Callable[[KnownBug], None]) -> None:
-    """Measure the signatures of planted bugs; arguments and errors as in `examine_parallel`."""
+    """Measure the error profiles of planted bugs; arguments and errors as in `examine_parallel`."""
     pool.run_tasks(
         names,
         functools.partial(_measure, bank),
@@ -85,7 +85,7 @@ def _examine(bank: str, level: str, name: str) -> Examination:
 
 
 def _measure(bank: str, name: str) -> KnownBug:
-    """Measure the signature of one planted bug in a worker process."""
+    """Measure the error profile of one planted bug in a worker process."""
     return measure_known_bug(_load_bug(bank, name))
 
 
@@ -96,7 +96,7 @@ def _load_bug(bank: str, name: str) -> PlantedBug:
 
 
 def measure_known_bug(bug: PlantedBug) -> KnownBug:
-    """Judge a planted bug on the signature cases, and return it with its signature."""
+    """Judge a planted bug on the error profile cases, and return it with its error profile."""
     runner = create_single_look_runner()
-    measured = build_signature(record for job in iter_signature_jobs(bug.build()) for record in runner.stream(job))
-    return KnownBug(name=bug.name, family=bug.family, kind=bug.kind, reference=bug.reference, signature=measured)
+    measured = build_profile(record for job in iter_profile_jobs(bug.build()) for record in runner.stream(job))
+    return KnownBug(name=bug.name, family=bug.family, kind=bug.kind, reference=bug.reference, profile=measured)

@@ -317,7 +317,7 @@ class _Attention:
     @classmethod
     def of(cls, problem: Problem, cotangent: Cotangent) -> _Attention:
         """Build the attention of `problem`; its `key` is the one with the largest probability in any row."""
-        top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.iter_slabs(problem)]
+        top = [(group.p.max(), int(group.p.max(axis=(0, 1)).argmax())) for group in oracle.iter_head_groups(problem)]
         return cls(problem, _move_heads_first(cotangent.out), max(top)[1])
 
     @functools.cached_property

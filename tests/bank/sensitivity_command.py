@@ -23,7 +23,7 @@ from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
 from reports.records import RunInfo
-from tests.bank import resolution, signatures_command
+from tests.bank import error_profiles_command, resolution
 from tests.bank.detection_results import build_table, merge_tables, parse_examinations, save_table
 from tests.bank.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from tests.bank.parallel_examination import BugKilledProcess, examine_parallel, open_bank_pool
@@ -40,8 +40,8 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     bank = arguments.bank
     last = detection_table.load_table()
     bugs = _load_bugs(bank)
-    if arguments.signatures:
-        return signatures_command.measure_signatures(bank, bugs, arguments)
+    if arguments.profiles:
+        return error_profiles_command.measure_profiles(bank, bugs, arguments)
     asked = _select_bugs(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]
@@ -118,7 +118,7 @@ def _select_bugs(
         return list(arguments.bug) or list(bugs)
     if arguments.bug:
         raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
-    known = {examined.bug: examined.kills for examined in parse_examinations(last, bugs)}
+    known = {examined.bug: examined.detections for examined in parse_examinations(last, bugs)}
     if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
     raise CannotJudge("every bug of the bank has a saved measurement that is still valid: nothing is new")
@@ -168,8 +168,8 @@ def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Seq
     letters = {power.check: chr(ord("a") + n) for n, power in enumerate(ranked)}
     console.print("  ".join(f"{letter} {check}" for check, letter in letters.items()), highlight=False)
     for e in sorted(examined, key=lambda e: (e.family, e.bug)):
-        row = "".join(letter if check in e.kills else "·" for check, letter in letters.items())
-        alone = len(e.kills) == 1
+        row = "".join(letter if check in e.detections else "·" for check, letter in letters.items())
+        alone = len(e.detections) == 1
         console.print(f"{row.upper() if alone else row}  {e.family}: {e.bug}", highlight=False)
 
 
@@ -179,8 +179,8 @@ def _print_powers(console: Console, ranked: Sequence[CheckPower]) -> None:
     for name in ("seen", "alone", "seconds", "seen/s"):
         table.add_column(name, justify="right")
     for power in ranked:
-        rate = f"{power.kills / power.seconds:.2f}" if power.seconds else ""
-        table.add_row(power.check, str(power.kills), str(len(power.alone)), f"{power.seconds:.0f}", rate)
+        rate = f"{power.detected / power.seconds:.2f}" if power.seconds else ""
+        table.add_row(power.check, str(power.detected), str(len(power.alone)), f"{power.seconds:.0f}", rate)
     console.print(table)
 
 

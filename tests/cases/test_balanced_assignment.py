@@ -20,22 +20,22 @@ from cases.case_space.novelty import find_marks
 from cases.covering_model import Model
 from cases.feature_model import NAMES
 from cases.grid import Grid, build_grid
-from cases.operand_registry import OPTIONAL, QUIET
-from conformance.check_api.rotation import (
-    FULL_ROTATION,
+from cases.operand_registry import ABSENCE_IGNORED, OPTIONAL
+from conformance.check_api.scopes import ImplementationGrids
+from conformance.check_api.subchecks import (
+    ALL_SUBCHECKS,
     LAWS,
     PARTIAL_COTANGENTS,
     POISONS,
     PULLBACKS,
-    Rotation,
+    Subchecks,
     list_partial_cotangents,
     list_pullbacks,
 )
-from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS
 from conformance.execution.implementation_registry import find_implementation
 from conformance.judging import parallel_judging, run_plan
-from conformance.judging.rotation_assignment import assign_rotations
+from conformance.judging.subcheck_assignment import assign_subchecks
 from conformance.sandbox.kernel_options import KernelOptions
 from impls.contract.implementation import Implementation
 
@@ -178,20 +178,20 @@ each_support = pytest.mark.parametrize("name", SUPPORTS)
 
 
 @functools.cache
-def turned(name: str, seed: int = 0) -> tuple[Grid, dict[Case, Rotation]]:
-    """The grid of `SUPPORTS[name]`, and the turns of its cases but for the plainest."""
+def turned(name: str, seed: int = 0) -> tuple[Grid, dict[Case, Subchecks]]:
+    """The grid of `SUPPORTS[name]`, and the selections of its cases but for the plainest."""
     found = build_grid("quick", seed, SUPPORTS[name].supports)
-    turns = assign_rotations(SUPPORTS[name], found, seed)
-    assert tuple(turns) == found.cases
-    return found, {case: turn for case, turn in turns.items() if case != found.singles[0]}
+    selections = assign_subchecks(SUPPORTS[name], found, seed)
+    assert tuple(selections) == found.cases
+    return found, {case: selection for case, selection in selections.items() if case != found.singles[0]}
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """What cases take turns with: its alternatives for an implementation, and which falls to a case."""
+class Subcheck:
+    """A costly subcheck: its alternatives for an implementation, and which falls to a case."""
 
     alternatives: Callable[[Implementation], tuple[Hashable, ...]]
-    of: Callable[[Rotation], tuple[Hashable, ...]]
+    of: Callable[[Subchecks], tuple[Hashable, ...]]
 
 
 def _pullbacks(implementation: Implementation) -> tuple[Hashable, ...]:
@@ -205,19 +205,19 @@ def _parts(implementation: Implementation) -> tuple[Hashable, ...]:
     return PARTIAL_COTANGENTS if "residuals" in _pullbacks(implementation) else PARTIAL_COTANGENTS[:2]
 
 
-QUESTIONS = {
-    "pulled": Question(_pullbacks, lambda turn: turn.pullbacks),
-    "cotangents": Question(_parts, lambda turn: turn.cotangents),
-    "laws": Question(lambda implementation: LAWS, lambda turn: turn.laws),
-    "poisons": Question(lambda implementation: POISONS, lambda turn: turn.poisons),
+SUBCHECKS = {
+    "pulled": Subcheck(_pullbacks, lambda selection: selection.pullbacks),
+    "cotangents": Subcheck(_parts, lambda selection: selection.cotangents),
+    "laws": Subcheck(lambda implementation: LAWS, lambda selection: selection.laws),
+    "poisons": Subcheck(lambda implementation: POISONS, lambda selection: selection.poisons),
 }
 
 
 @each_support
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_each_alternative_is_used_as_often_as_any_other(name: str, question: str) -> None:
-    asked = QUESTIONS[question]
-    found = [asked.of(turn) for turn in turned(name)[1].values()]
+@pytest.mark.parametrize("subcheck", SUBCHECKS)
+def test_each_alternative_is_used_as_often_as_any_other(name: str, subcheck: str) -> None:
+    asked = SUBCHECKS[subcheck]
+    found = [asked.of(selection) for selection in turned(name)[1].values()]
     assert all(len(alternatives) <= 1 for alternatives in found)
     used = collections.Counter(itertools.chain.from_iterable(found))
     times = [used[alternative] for alternative in asked.alternatives(SUPPORTS[name])] if used else [0]
@@ -227,30 +227,30 @@ def test_each_alternative_is_used_as_often_as_any_other(name: str, question: str
 
 @each_support
 def test_parts_are_merged_in_one_case_of_four(name: str) -> None:
-    turns = turned(name)[1]
-    merged = sum(turn.merges for turn in turns.values())
+    selections = turned(name)[1]
+    merged = sum(selection.merges for selection in selections.values())
     if SUPPORTS[name].parts is None:
         assert merged == 0
     else:
         # Tolerance: a quarter of a whole number is off by less than one.
-        assert abs(merged - len(turns) / 4) < 1
-        programs = {case.program for case, turn in turns.items() if turn.merges}
+        assert abs(merged - len(selections) / 4) < 1
+        programs = {case.program for case, selection in selections.items() if selection.merges}
         # Tolerance: cases are balanced, and programs have different numbers of cases.
-        assert abs(len(programs) - len({case.program for case in turns}) / 4) < 2
+        assert abs(len(programs) - len({case.program for case in selections}) / 4) < 2
 
 
 # By how much the counts of two alternatives differ at one level. Cases that share programs take one call, so that one
 # mask of few programs may have nearly all of its cases in one of them; but never all.
 @each_support
 @pytest.mark.parametrize("axis", ["dtype", "mask"])
-@pytest.mark.parametrize(("question", "apart"), [("laws", 4), ("poisons", 4), ("cotangents", 4), ("pulled", 6)])
-def test_each_alternative_meets_each_dtype_and_mask(name: str, axis: str, question: str, apart: int) -> None:
-    found, turns = turned(name)
-    asked, place = QUESTIONS[question], NAMES.index(axis)
+@pytest.mark.parametrize(("subcheck", "apart"), [("laws", 4), ("poisons", 4), ("cotangents", 4), ("pulled", 6)])
+def test_each_alternative_meets_each_dtype_and_mask(name: str, axis: str, subcheck: str, apart: int) -> None:
+    found, selections = turned(name)
+    asked, place = SUBCHECKS[subcheck], NAMES.index(axis)
     met: dict[int, list[tuple[Case, Hashable]]] = {}
     for case, row in zip(found.cases, found.rows, strict=True):
-        if case in turns and asked.of(turns[case]):
-            met.setdefault(row[place], []).append((case, asked.of(turns[case])[0]))
+        if case in selections and asked.of(selections[case]):
+            met.setdefault(row[place], []).append((case, asked.of(selections[case])[0]))
     alternatives = asked.alternatives(SUPPORTS[name])
     for here in met.values():
         times = collections.Counter(alternative for _, alternative in here)
@@ -262,37 +262,39 @@ def test_each_alternative_meets_each_dtype_and_mask(name: str, axis: str, questi
 @each_support
 def test_cases_that_share_programs_share_what_is_compiled(name: str) -> None:
     shared: dict[str, set[tuple[object, bool]]] = {}
-    for case, turn in turned(name)[1].items():
-        shared.setdefault(case.program, set()).add((turn.pullbacks, turn.merges))
+    for case, selection in turned(name)[1].items():
+        shared.setdefault(case.program, set()).add((selection.pullbacks, selection.merges))
     assert [program for program, compiled in shared.items() if len(compiled) > 1] == []
 
 
 @each_support
 def test_a_case_takes_only_what_there_is(name: str) -> None:
-    for case, turn in turned(name)[1].items():
-        assert set(turn.pullbacks) <= set(list_pullbacks(SUPPORTS[name], case))
-        assert bool(turn.pullbacks) == bool(list_pullbacks(SUPPORTS[name], case))
-        assert set(turn.cotangents) <= set(list_partial_cotangents(case, turn.pullbacks))
-        assert bool(turn.cotangents) == bool(list_partial_cotangents(case, turn.pullbacks))
+    for case, selection in turned(name)[1].items():
+        assert set(selection.pullbacks) <= set(list_pullbacks(SUPPORTS[name], case))
+        assert bool(selection.pullbacks) == bool(list_pullbacks(SUPPORTS[name], case))
+        assert set(selection.cotangents) <= set(list_partial_cotangents(case, selection.pullbacks))
+        assert bool(selection.cotangents) == bool(list_partial_cotangents(case, selection.pullbacks))
 
 
 @pytest.mark.parametrize("name", ["everything", "no gradient of logsumexp"])
-def test_who_lacks_a_quiet_operand_has_the_cases_and_turns_that_there_were_before_it(name: str) -> None:
+def test_who_lacks_an_operand_of_ignored_absence_has_the_cases_and_subchecks_from_before_it(name: str) -> None:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-        absent = {operand.field: operand.absent for operand in OPTIONAL if operand.is_quiet}
+        absent = {operand.field: operand.absent for operand in OPTIONAL if operand.is_absence_ignored}
         return feature_model.assemble({**levels, **absent}, seed)
 
     earlier = Model(
-        tuple(axis for axis in feature_model.AXES if axis.name not in QUIET), feature_model.are_compatible, assemble
+        tuple(axis for axis in feature_model.AXES if axis.name not in ABSENCE_IGNORED),
+        feature_model.are_compatible,
+        assemble,
     )
     before, (now, _) = build_grid("quick", 0, SUPPORTS[name].supports, earlier), turned(name)
     assert before.cases == now.cases
     assert before.singles == now.singles
     assert set(before.declined) < set(now.declined)
-    assert assign_rotations(SUPPORTS[name], before, 0) == assign_rotations(SUPPORTS[name], now, 0)
-    quiet = {f"no {operand.name}" for operand in OPTIONAL if operand.is_quiet}
-    assert quiet
-    assert not any(quiet & find_marks(case) for case in now.cases)
+    assert assign_subchecks(SUPPORTS[name], before, 0) == assign_subchecks(SUPPORTS[name], now, 0)
+    ignored = {f"no {operand.name}" for operand in OPTIONAL if operand.is_absence_ignored}
+    assert ignored
+    assert not any(ignored & find_marks(case) for case in now.cases)
 
 
 def test_another_seed_takes_the_other_turns() -> None:
@@ -305,49 +307,51 @@ def test_another_seed_takes_the_other_turns() -> None:
     assert sum(before != after for before, after in laws) > len(laws) / 4
 
 
-def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Rotation]:
+def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Subchecks]:
     planned = run_plan.plan_run([SUPPORTS[name]], level=level, **narrowed).jobs
-    return {job.case: job.rotation for job in planned if job.is_on_grid}
+    return {job.case: job.selection for job in planned if job.is_on_grid}
 
 
 def test_the_plan_has_these_turns_and_asks_the_plainest_case_everything() -> None:
-    found, turns = turned("dot_product")
+    found, selections = turned("dot_product")
     jobs = jobs_of("dot_product")
-    # Operands with cases of their own have grids of their own, whose rotations are assigned in the same way.
+    # Operands with cases of their own have grids of their own, whose selections are assigned in the same way.
     implementation = SUPPORTS["dot_product"]
-    own: dict[Case, Rotation] = {}
+    own: dict[Case, Subchecks] = {}
     for grid in ImplementationGrids(implementation, "quick", 0).operand_grids:
-        own |= assign_rotations(implementation, grid, 0)
+        own |= assign_subchecks(implementation, grid, 0)
     assert own
-    assert {case: turn for case, turn in jobs.items() if case in own} == own
-    jobs = {case: turn for case, turn in jobs.items() if case not in own}
-    beside = {case: turn for case, turn in jobs.items() if case not in turns and case != found.singles[0]}
-    assert jobs == {found.singles[0]: FULL_ROTATION, **turns, **beside}
-    assert FULL_ROTATION not in turns.values()
+    assert {case: selection for case, selection in jobs.items() if case in own} == own
+    jobs = {case: selection for case, selection in jobs.items() if case not in own}
+    beside = {case: own for case, own in jobs.items() if case not in selections and case != found.singles[0]}
+    assert jobs == {found.singles[0]: ALL_SUBCHECKS, **selections, **beside}
+    assert ALL_SUBCHECKS not in selections.values()
     sizes = ImplementationGrids(SUPPORTS["dot_product"], "quick", 0).sizes
     assert {case for case in sizes.cases if case in beside} == beside.keys()
-    assert {turn.laws + turn.cotangents + turn.poisons for turn in beside.values()} == {()}
-    differentiated = collections.Counter(turn.pullbacks for case, turn in beside.items() if case.phase == "train")
+    assert {selection.laws + selection.cotangents + selection.poisons for selection in beside.values()} == {()}
+    differentiated = collections.Counter(
+        selection.pullbacks for case, selection in beside.items() if case.phase == "train"
+    )
     assert max(differentiated.values()) - min(differentiated.values()) <= 1
 
 
 def test_what_is_narrowed_to_cases_keeps_their_turns_and_what_is_named_is_asked_of_all() -> None:
-    turns = turned("dot_product")[1]
+    selections = turned("dot_product")[1]
     narrowed = jobs_of("dot_product", query="train/bf16")
-    assert narrowed.items() & turns.items()
+    assert narrowed.items() & selections.items()
     assert narrowed.items() <= jobs_of("dot_product").items()
-    assert set(jobs_of("dot_product", checks=CHECKS[:3]).values()) == {FULL_ROTATION}
-    assert set(jobs_of("one mask", "standard").values()) == {FULL_ROTATION}
+    assert set(jobs_of("dot_product", checks=CHECKS[:3]).values()) == {ALL_SUBCHECKS}
+    assert set(jobs_of("one mask", "standard").values()) == {ALL_SUBCHECKS}
 
 
 def test_a_case_alone_is_asked_everything() -> None:
     case = turned("dot_product")[0].cases[5]
     (job,) = run_plan.plan_case(SUPPORTS["dot_product"], case).jobs
-    assert job.rotation == FULL_ROTATION
+    assert job.selection == ALL_SUBCHECKS
 
 
 def test_a_turn_travels_to_other_processes_with_its_job() -> None:
     job = next(
-        job for job in run_plan.plan_run([SUPPORTS["ragged"]], level="quick").jobs if job.rotation != FULL_ROTATION
+        job for job in run_plan.plan_run([SUPPORTS["ragged"]], level="quick").jobs if job.selection != ALL_SUBCHECKS
     )
-    assert parallel_judging._serialize_job(job, KernelOptions(), exploring=False).rotation == job.rotation
+    assert parallel_judging._serialize_job(job, KernelOptions(), exploring=False).selection == job.selection

@@ -132,7 +132,7 @@ def test_a_case_that_no_id_could_name_is_refused(fields: dict[str, Any], names: 
 
 
 def test_too_few_parts_are_counted_and_the_form_is_shown() -> None:
-    with pytest.raises(CaseIdError, match="it has 3 parts, at least 6 are needed: phase/dtype/shape/mask"):
+    with pytest.raises(CaseIdError, match="it has 3 components, at least 6 are needed: phase/dtype/shape/mask"):
         parse_case_id("train/f32/causal")
 
 

@@ -277,24 +277,24 @@ def test_a_pair_that_is_unsupported_only_together_is_left_out() -> None:
     }
 
 
-def test_beyond_quick_what_is_asked_of_a_rich_case_is_asked_of_two_that_share_no_size() -> None:
+def test_beyond_quick_what_is_asked_of_a_combined_case_is_asked_of_two_that_share_no_size() -> None:
     def plain(case: Case) -> str | None:
         return "sinks" if case.sinks else _no_values(case)
 
-    (rich,) = build_grid("quick", 0, plain).rich
-    first, second = build_grid("standard", 0, plain).rich
-    assert first == rich
+    (combined,) = build_grid("quick", 0, plain).combined
+    first, second = build_grid("standard", 0, plain).combined
+    assert first == combined
     assert second.program != first.program
     for name in ("dtype", "num_q_heads", "head_dim", "v_head_dim", "bias", "segments", "soft_cap"):
         assert getattr(second, name) != getattr(first, name), name
     assert second.mask == first.mask
 
 
-def test_the_second_rich_case_has_what_is_supported_of_it() -> None:
+def test_the_second_combined_case_has_what_is_supported_of_it() -> None:
     def narrow(case: Case) -> str | None:
         return "one dtype, one depth" if case.dtype != "f32" or case.head_dim != 64 else None
 
-    first, second = build_grid("standard", 0, lambda case: narrow(case) or _no_values(case)).rich
+    first, second = build_grid("standard", 0, lambda case: narrow(case) or _no_values(case)).combined
     assert (first.dtype, first.head_dim) == (second.dtype, second.head_dim) == ("f32", 64)
     assert second.num_q_heads != first.num_q_heads
 

@@ -77,12 +77,12 @@ def test_an_operand_with_its_own_cases_is_in_all_of_them_and_in_no_others(operan
     assert operand.field not in (*feature_model.NAMES, *size_model.MODEL.names)
     grid = build_grid("quick", 0, model=build_operand_model(operand))
     assert grid.coverage.covered == grid.coverage.feasible > 500
-    cases = (*grid.cases, *grid.singles, *grid.rich)
+    cases = (*grid.cases, *grid.singles, *grid.combined)
     assert all(getattr(case, operand.field) == operand.levels[0] for case in cases)
     assert {case.phase for case in cases} == {"train", "prefill", "decode"}
     assert all(parse_case_id(case.id) == case for case in cases)
-    (rich,) = grid.rich
-    assert all(getattr(rich, field) for field in ("bias", "segments", "soft_cap", "sinks", "scale"))
+    (combined,) = grid.combined
+    assert all(getattr(combined, field) for field in ("bias", "segments", "soft_cap", "sinks", "scale"))
 
 
 def test_the_gradient_of_a_logit_scale_is_that_of_the_scale_by_head() -> None:

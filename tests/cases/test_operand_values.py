@@ -36,12 +36,12 @@ def digest(*arrays: np.ndarray | None) -> str:
 
 def probabilities(problem: Problem) -> np.ndarray:
     """`[B * N * T, S]`."""
-    return np.concatenate([slab.p.reshape(-1, slab.p.shape[-1]) for slab in oracle.iter_slabs(problem)])
+    return np.concatenate([group.p.reshape(-1, group.p.shape[-1]) for group in oracle.iter_head_groups(problem)])
 
 
 def logits(problem: Problem) -> np.ndarray:
     """Before the soft cap, `[B * K, G, T, S]`."""
-    return np.stack([slab.x for slab in oracle.iter_slabs(problem)])
+    return np.stack([group.x for group in oracle.iter_head_groups(problem)])
 
 
 def of(distribution: str, **changes: object) -> Problem:
@@ -261,7 +261,7 @@ CAPPED_SINKS = [
 @pytest.mark.parametrize(("distribution", "soft_cap"), CAPPED_SINKS)
 def test_sinks_take_a_visible_part_of_the_weight(distribution: str, soft_cap: str) -> None:
     case = parse_case_id(BASE.id.replace("/full/normal/", f"/causal-o32{soft_cap}/sinks/{distribution}/"))
-    weight = np.mean([slab.p_sink.mean() for slab in oracle.iter_slabs(draw_problem(case))])
+    weight = np.mean([group.p_sink.mean() for group in oracle.iter_head_groups(draw_problem(case))])
     assert 0.05 < weight < 0.95
 
 

@@ -15,8 +15,8 @@ import pytest
 from cases.case_id import parse_case_id
 from cases.decoding_cases import select_decoding_cases
 from conformance import declare
-from conformance.check_api.rotation import Rotation
 from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
+from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
@@ -335,27 +335,27 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
     checks = tuple(check for check in CHECKS if check.scope is GRID)
     runner = Runner(Settings())
 
-    # Questions that need no compilation may differ between cases.
-    once = Rotation(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
+    # Subchecks that need no compilation may differ between cases.
+    once = Subchecks(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
     again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
 
-    def judge_with(distribution: str, turn: Rotation) -> list[Record]:
+    def judge_with(distribution: str, selection: Subchecks) -> list[Record]:
         case = parse_case_id(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
-        return runner.judge(Job(kernel, case, checks, turn))
+        return runner.judge(Job(kernel, case, checks, selection))
 
     expected = {PASS, UNSUPPORTED}  # keys behind the mask are declared to be finite
     assert {record.verdict for record in judge_with("normal", once)} == expected
     programs = len(traced)
     assert programs
-    for distribution, turn in zip(
+    for distribution, selection in zip(
         ("knee", "heavy", "cancel", "ties", "small"), itertools.cycle((again, once)), strict=False
     ):
-        assert {record.verdict for record in judge_with(distribution, turn)} == expected
+        assert {record.verdict for record in judge_with(distribution, selection)} == expected
     assert len(traced) == programs
 
 
 def test_every_check_has_a_description() -> None:
-    assert all(check.question for check in CHECKS)
+    assert all(check.about for check in CHECKS)
     assert len(CHECKS_BY_NAME) == len(CHECKS)
 
 

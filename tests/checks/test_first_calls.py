@@ -20,7 +20,7 @@ from conformance.judging.settings import Settings
 from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
 from tests.kernels import naive
 
-QUESTIONS = {
+SUBCHECKS = {
     "vmap",
     "numpy_transposed",
     "numpy_strided",
@@ -34,12 +34,12 @@ QUESTIONS = {
 
 
 def judge_first_calls(function: Callable[..., Any]) -> dict[str, set[str]]:
-    """Return the verdicts by question."""
+    """Return the verdicts by subcheck."""
     implementation = build_implementation(function, "kernel")
     planned = run_plan.plan_run([implementation], level="smoke", checks=[CHECKS_BY_NAME["first_calls"]])
     verdicts: dict[str, set[str]] = {}
     for record in Runner(Settings(), confirmed=0).run(planned.jobs):
-        name = record.observable.rpartition(".")[2]  # an error has the name of the question alone
+        name = record.observable.rpartition(".")[2]  # an error has the name of the subcheck alone
         verdicts.setdefault(name, set()).add(record.verdict)
     return verdicts
 
@@ -110,7 +110,7 @@ def test_a_call_that_goes_wrong_fails_by_its_name(
 
 def test_a_right_function_passes_and_what_it_does_not_take_is_not_asked() -> None:
     everything = judge_first_calls(naive.attention)
-    assert set(everything) == QUESTIONS
+    assert set(everything) == SUBCHECKS
     assert set.union(*everything.values()) == {PASS}
     few = judge_first_calls(lambda q, k, v: naive.attention(q, k, v))
     assert {name for name, verdicts in few.items() if verdicts == {UNSUPPORTED}} == {

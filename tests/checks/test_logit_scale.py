@@ -15,10 +15,12 @@ from tests.kernels import naive, tempered
 
 CHECKS = ("forward", "residuals", "gradients", "arguments", "limits", "errors")
 PLAIN = Case(logit_scale=True)
-RICH = Case(mask="causal", q_length=40, kv_length=40, num_q_heads=4, soft_cap=30.0, bias="biashead", logit_scale=True)
+COMBINED = Case(
+    mask="causal", q_length=40, kv_length=40, num_q_heads=4, soft_cap=30.0, bias="biashead", logit_scale=True
+)
 
 
-@pytest.mark.parametrize("case", [PLAIN, RICH], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, COMBINED], ids=str)
 @pytest.mark.parametrize("name", ["dot_product", "tempered"])
 def test_a_right_kernel_passes(name: str, case: Case) -> None:
     kernel = build_implementation(tempered.attention, name) if name == "tempered" else find_implementation(name)
@@ -35,7 +37,7 @@ def test_a_kernel_without_one_is_shown_as_unsupported_and_its_cases_stay() -> No
     assert has.supports(PLAIN) is None
     before, after = (ImplementationGrids(kernel, "quick", 0) for kernel in (lacks, has))
     assert before.grid.cases == after.grid.cases
-    assert before.grid.rich == after.grid.rich
+    assert before.grid.combined == after.grid.combined
     assert before.sizes.cases == after.sizes.cases
     assert before.operand_grids == ()
     assert [case for case in before.declined if case.logit_scale] == [PLAIN]

@@ -19,8 +19,8 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from reports.conformity import CONFORMS, DOES_NOT_CONFORM, NOT_JUDGED, compute_conformity, summarize_contenders
-from reports.record_groups import group_by_contender
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, NOT_JUDGED, compute_conformity, summarize_implementations
+from reports.record_groups import group_by_implementation
 from reports.records import DEFAULT_PRECISION, FAIL, PASS, RED, UNJUDGED, Record
 from tests.reports.report_samples import make_run_info
 
@@ -118,7 +118,7 @@ def test_what_runs_beside_a_refused_precision_is_judged_and_the_verdict_counts_t
         jobs = [run_plan.plan_case(implementation, case, [CHECKS_BY_NAME["forward"]]).jobs[0] for case in cases]
         return Runner(Settings(), confirmed=0).run(jobs)
 
-    (contender,) = summarize_contenders(group_by_contender(found := judge(1.0)), make_run_info())
+    (implementation,) = summarize_implementations(group_by_implementation(found := judge(1.0)), make_run_info())
     assert [record.verdict for record in found] == [UNJUDGED, PASS]
-    assert "1 question unjudged" in contender.text
+    assert "1 comparison unjudged" in implementation.text
     assert compute_conformity(judge(1.2)) == DOES_NOT_CONFORM

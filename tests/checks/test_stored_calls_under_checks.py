@@ -72,9 +72,9 @@ def test_a_right_function_is_called_wrong_by_no_case(function: Callable[..., Any
 @pytest.mark.long
 def test_what_a_stored_call_is_not_asked_is_shown() -> None:
     asked = ImplementationGrids(build_implementation(serving_attention.paged, "kernel"), "quick", 0)
-    (rich,) = asked.grid.rich
+    (combined,) = asked.grid.combined
     checks = [CHECKS_BY_NAME[name] for name in ("sharding", "invariance", "transforms")]
-    found = Runner(Settings()).run(run_plan.plan_case(asked.implementation, rich, checks).jobs)
+    found = Runner(Settings()).run(run_plan.plan_case(asked.implementation, combined, checks).jobs)
     shown = {(record.check, record.observable) for record in found if record.verdict == UNSUPPORTED}
     assert {("sharding", "all"), ("invariance", "permuted"), ("transforms", "out.vmap")} <= shown
 

@@ -115,7 +115,7 @@ AT_NIGHT = (
     _found("front-end", "run --impl=planted.py:tail_keys_attended --check=front_end --check=arguments", 3),
     _found("decoding", "run --impl=planted.py:decode_at_the_end_of_the_cache --check=decoding --check=parts", 2),
     _found("refusals", "run --impl=planted.py:accepts_wrong_operands --check=errors --check=refusals --check=forms", 2),
-    _found("rich", "run --impl=planted:dbias_of_first_along_broadcast_axes --check=transforms --check=limits", 2),
+    _found("combined", "run --impl=planted:dbias_of_first_along_broadcast_axes --check=transforms --check=limits", 2),
     _found("ensemble", "run --impl=planted.py:acc_in_input_dtype --check=ensemble --check=sharding", 1),
     _found("exploit", f"run --impl={shlex.quote(str(_EXPLOITS / 'returning' / 'nan.py'))}:attention --level=smoke", 2),
     _found("explored", "explore --impl=kernels.py:window --profile=ci --examples=30 --seed=1", 2),

@@ -31,7 +31,7 @@ REFUSED = [
     (["frobnicate"], "invalid choice: 'frobnicate'"),
     (["run"], "nothing to judge: give --impl=NAME"),
     (at_case(""), "--case must not be empty"),
-    (at_case("train/f32"), "it has 2 parts, at least 6"),
+    (at_case("train/f32"), "it has 2 components, at least 6"),
     (at_case(f"trian/f32/{SHAPE}/causal/normal/s0"), "phase 'trian' is none of train"),
     (at_case(f"train/f64/{SHAPE}/causal/normal/s0"), "dtype 'f64' is none of f32"),
     (at_case("train/f32/B1.T16/causal/normal/s0"), "'B1.T16' in"),

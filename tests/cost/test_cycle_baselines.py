@@ -16,39 +16,39 @@ from conformance.cost.static.cycle_baselines import GPU_BASELINES, TPU_BASELINES
 COMPILERS = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}
 
 
-def recorded(bar: CycleBaseline, target: str) -> cycle_baselines.Figures:
+def recorded(kernel: CycleBaseline, target: str) -> cycle_baselines.Figures:
     """What is recorded, or a skipped test that says why nothing is."""
-    if (reason := cycles.explain_unavailable(bar.platform)) is not None:
+    if (reason := cycles.explain_unavailable(kernel.platform)) is not None:
         pytest.skip(reason)
-    found = cycle_baselines.read_baselines().get(compiler := cycle_baselines.get_compiler_version(bar.platform))
+    found = cycle_baselines.read_baselines().get(compiler := cycle_baselines.get_compiler_version(kernel.platform))
     if found is None:
         pytest.skip(f"nothing is recorded of {compiler}: {cycles.NEW_FIGURES}")
-    return found[cycle_baselines.format_key(bar, target)]
+    return found[cycle_baselines.format_key(kernel, target)]
 
 
 @pytest.mark.parametrize("target", list_targets("tpu"), ids=lambda target: target.name)
-@pytest.mark.parametrize("bar", TPU_BASELINES, ids=lambda bar: f"{bar.implementation}-{bar.case.split('/')[2]}")
-def test_no_kernel_is_slower_than_recorded(bar: CycleBaseline, target: CompileTarget) -> None:
-    kept = recorded(bar, target.name)
+@pytest.mark.parametrize("kernel", TPU_BASELINES, ids=lambda one: f"{one.implementation}-{one.case.split('/')[2]}")
+def test_no_kernel_is_slower_than_recorded(kernel: CycleBaseline, target: CompileTarget) -> None:
+    kept = recorded(kernel, target.name)
     assert kept
-    assert cycle_baselines.list_regressions(kept, cycles.measure_baseline(bar, target)) == []
+    assert cycle_baselines.list_regressions(kept, cycles.measure_baseline(kernel, target)) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("target", list_targets("gpu"), ids=lambda target: target.name)
-@pytest.mark.parametrize("bar", GPU_BASELINES, ids=lambda bar: f"{bar.implementation}-{bar.case.split('/')[2]}")
-def test_no_gpu_kernel_issues_more_than_recorded(bar: CycleBaseline, target: CompileTarget) -> None:
-    if not bar.asks(target.name):
-        pytest.skip(f"{bar.implementation} is not for {target.name}")
-    kept = recorded(bar, target.name)
+@pytest.mark.parametrize("kernel", GPU_BASELINES, ids=lambda one: f"{one.implementation}-{one.case.split('/')[2]}")
+def test_no_gpu_kernel_issues_more_than_recorded(kernel: CycleBaseline, target: CompileTarget) -> None:
+    if not kernel.asks(target.name):
+        pytest.skip(f"{kernel.implementation} is not for {target.name}")
+    kept = recorded(kernel, target.name)
     assert kept
-    assert cycle_baselines.list_regressions(kept, cycles.measure_baseline(bar, target)) == []
+    assert cycle_baselines.list_regressions(kept, cycles.measure_baseline(kernel, target)) == []
 
 
-@pytest.mark.parametrize(("bars", "platform"), [(TPU_BASELINES, "tpu"), (GPU_BASELINES, "gpu")])
-def test_what_is_recorded_is_what_the_bar_asks(bars: Sequence[CycleBaseline], platform: str) -> None:
+@pytest.mark.parametrize(("baselines", "platform"), [(TPU_BASELINES, "tpu"), (GPU_BASELINES, "gpu")])
+def test_what_is_recorded_is_what_the_baselines_ask(baselines: Sequence[CycleBaseline], platform: str) -> None:
     targets = [target.name for target in list_targets(platform)]
-    keys = {cycle_baselines.format_key(bar, target) for bar in bars for target in targets if bar.asks(target)}
+    keys = {cycle_baselines.format_key(one, target) for one in baselines for target in targets if one.asks(target)}
     table = {
         name: figures
         for name, figures in cycle_baselines.read_baselines().items()

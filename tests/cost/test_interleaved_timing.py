@@ -54,7 +54,7 @@ CASE = "train/f32/B1.T16.S16.N2.K1.H16.V16/causal/normal/s0"
     ],
 )
 def test_pairs_are_those_that_the_mask_allows(case_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_flops, "_SLAB", 100)  # several slabs, the last one short
+    monkeypatch.setattr(attention_flops, "_PAIRS_AT_A_TIME", 100)  # several steps, the last one short
     problem = draw_problem(parse_case_id(case_id))
     batch, q_length, num_q_heads, _ = problem.q.shape
     full = np.broadcast_to(problem.allowed, (batch, num_q_heads, q_length, problem.k.shape[1]))

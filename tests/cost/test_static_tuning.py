@@ -19,7 +19,7 @@ from conformance.accelerators.targets import list_targets
 from conformance.accelerators.tpus import TPUS
 from conformance.cost.commands import cycle_comparison, cycles, static_tune, tune
 from conformance.cost.static import cycle_baselines, static_tuning
-from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult
+from conformance.cost.timing.timed_tuning import ParameterChoice, TuningResult
 from conformance.execution import implementation_registry
 from impls.contract import tunable
 from impls.splash_tpu import splash_tuning
@@ -63,9 +63,9 @@ def choose(*names: str) -> dict[str, static_tuning.StaticChoice]:
     implementation = implementation_registry.find_implementation("splash_tpu")
     declared = implementation.tunable
     assert declared is not None
-    knobs = [knob for knob in declared.knobs if not names or knob.name in names]
-    found = static_tuning.tune_statically(implementation, declared, CASE, V6E, compiled, knobs=knobs)
-    return {choice.knob: choice for choice in found}
+    parameters = [one for one in declared.parameters if not names or one.name in names]
+    found = static_tuning.tune_statically(implementation, declared, CASE, V6E, compiled, parameters=parameters)
+    return {choice.parameter: choice for choice in found}
 
 
 @pytest.mark.usefixtures("no_chip")
@@ -141,11 +141,11 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     # One kernel by itself: no gradients are compiled, and what was said of the others stays.
     monkeypatch.setattr(splash_tuning, "_ENTRIES", (entry,))
     monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: entry.device)
-    assert cli.main(cli.build_parser().parse_args([*arguments, "--knob=forward"])) == 0
+    assert cli.main(cli.build_parser().parse_args([*arguments, "--parameter=forward"])) == 0
     (again,) = tunable.read_table(path)
     assert again.settings == entry.settings
     assert again.provenance["knobs"].keys() == entry.provenance["knobs"].keys()
-    assert again.provenance["how"].endswith(" --knob=forward")
+    assert again.provenance["how"].endswith(" --parameter=forward")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def entry(span: int, q: int, fused: int = 0, **key: int) -> tunable.TableEntry:
     sizes = {"itemsize": 2, "head_dim": 128, "head_dim_v": 128, "kv_length": 8192, "span": span, **key}
     blocks = {"q": q, "kv": 1024, "kv_compute": 512}
     settings = {
-        **dict.fromkeys(splash_tuning.KERNEL_KNOBS, blocks),
+        **dict.fromkeys(splash_tuning.KERNEL_PARAMETERS, blocks),
         "fused": {**blocks, "part": 128},
         "backward": {"fused": fused},
     }
@@ -244,8 +244,8 @@ def test_the_table_is_whole() -> None:
     entries = tunable.read_table(splash_tuning.TABLE)
     assert {one.device for one in entries} == {tpu.kind for tpu in TPUS}
     for one in entries:
-        assert set(one.settings) == {*splash_tuning.KERNEL_KNOBS, "backward"}
-        assert [Blocks(**one.settings[kernel]) for kernel in splash_tuning.KERNEL_KNOBS]
+        assert set(one.settings) == {*splash_tuning.KERNEL_PARAMETERS, "backward"}
+        assert [Blocks(**one.settings[kernel]) for kernel in splash_tuning.KERNEL_PARAMETERS]
         assert one.settings["backward"] in [way for way, _ in splash_tuning.BACKWARD_CHOICES]
         assert one.provenance["compiler"].startswith("libtpu ")
         of_splash = implementation_registry.find_implementation("splash_tpu").tunable
@@ -263,7 +263,7 @@ def test_kernels_stand_side_by_side_each_at_its_best_blocks(
     monkeypatch.setattr(cycles, "explain_unavailable", lambda platform="tpu": None)
     monkeypatch.setattr(cycle_comparison, "_compile_call", compiled)
     asked = ["cycles", "--target=v6e", f"--case={CASE.id}"]
-    asked += [f"--knob={name}" for name in ("forward", "dkv", "fused", "backward")]
+    asked += [f"--parameter={name}" for name in ("forward", "dkv", "fused", "backward")]
     asked += ["--impl=splash_tpu", "--impl=splash_tpu_fused"]
     assert cli.main(cli.build_parser().parse_args(asked)) == 0
     rows = [line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("| train")]
@@ -320,9 +320,11 @@ def test_tuning_on_a_chip_says_how_well_the_static_order_held(tmp_path: Path) ->
         )
         for name, seconds in zip(names, (2.0, 1.0), strict=True)
     ]
-    choice = KnobChoice("forward", {"block_q": 32}, {"block_q": 32}, rows)
+    choice = ParameterChoice("forward", {"block_q": 32}, {"block_q": 32}, rows)
     assert "put 0 of 1 pairs of candidates" in tune._describe_static_order(choice, static)
-    entry = tune._build_entry(implementation, declared, TuningResult(case, {}, (choice,)), static, ["--knob=forward"])
-    assert entry.provenance["how"].endswith(" --knob=forward")
+    entry = tune._build_entry(
+        implementation, declared, TuningResult(case, {}, (choice,)), static, ["--parameter=forward"]
+    )
+    assert entry.provenance["how"].endswith(" --parameter=forward")
     assert entry.provenance["static cycles"] == static
     assert "put 0 of 1" in entry.provenance["static order"]["forward"]

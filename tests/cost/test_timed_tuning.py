@@ -28,7 +28,7 @@ from impls import flash_gpu
 from impls.block_flash import block_sizes
 from impls.contract import tunable
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob, KnobSettings, TableEntry, Tunable
+from impls.contract.tunable import ParameterSettings, TableEntry, Tunable, TuningParameter
 from impls.dot_product import attention
 from impls.flash_gpu import block_sizes as gpu_block_sizes
 from impls.flash_gpu import pallas_backends
@@ -126,9 +126,9 @@ def test_tables_are_read_merged_and_refused(tmp_path: Path) -> None:
 
 
 def toy(table: Path, seen: list[Any]) -> Implementation:
-    """Plain attention with a knob: one setting is wrong, one does not compile, the others are all the same."""
+    """Plain attention with a parameter: one setting is wrong, one does not compile, the others are all the same."""
 
-    def call(settings: KnobSettings) -> Callable[..., Any]:
+    def call(settings: ParameterSettings) -> Callable[..., Any]:
         block = settings["block"]["size"]
         seen.append(block)
 
@@ -143,7 +143,7 @@ def toy(table: Path, seen: list[Any]) -> Implementation:
         return [{"size": size} for size in (1, 2, 3, 4)]
 
     declared = Tunable(
-        knobs=(Knob(name="block", phase=FORWARD, candidates=candidates),),
+        parameters=(TuningParameter(name="block", phase=FORWARD, candidates=candidates),),
         settings=lambda case: {"block": {"size": 1}},
         call=call,
         key=lambda case: {"max_depth": case.head_dim},
@@ -166,7 +166,7 @@ def test_what_does_not_compile_or_is_wrong_is_shown_and_never_chosen(
         parse_case_id(CASE),
         TimingLimits(rounds=3),
         tolerances.load_default_tolerances(),
-        knobs=implementation.tunable.knobs,
+        parameters=implementation.tunable.parameters,
     )
     rows = {row.implementation: row for row in tuned.choices[0].measurements}
     assert seen == [1, 2, 3, 4]  # the one in force is tried once
@@ -210,7 +210,7 @@ def test_the_command_fills_the_table_with_provenance(
     ("arguments", "message"),
     [
         (["--impl=dot_product"], "dot_product declares nothing to tune"),
-        (["--impl=block_flash", "--knob=warps"], "no knob 'warps': known are blocks"),
+        (["--impl=block_flash", "--parameter=warps"], "no tuning parameter 'warps': known are blocks"),
         pytest.param(
             ["--impl=flash_gpu"],
             "no GPU in this machine",
@@ -249,17 +249,17 @@ def test_kernels_declare_what_may_be_tuned(name: str) -> None:
     for case in declared.cases():
         assert parse_case_id(case.id) == case
         settings = declared.settings(case)
-        assert set(settings) == {knob.name for knob in declared.knobs}
-        for knob in declared.knobs:
+        assert set(settings) == {one.name for one in declared.parameters}
+        for parameter in declared.parameters:
             with on_a("NVIDIA A100-SXM4-80GB"):
-                candidates = [dict(candidate) for candidate in knob.candidates(case)]
-            if knob.name.startswith("mosaic_"):
+                candidates = [dict(candidate) for candidate in parameter.candidates(case)]
+            if parameter.name.startswith("mosaic_"):
                 assert not candidates  # which are for Hopper
                 continue
             assert len(candidates) > 3
-            assert all(set(candidate) == set(settings[knob.name]) for candidate in candidates)
+            assert all(set(candidate) == set(settings[parameter.name]) for candidate in candidates)
             assert len({tuple(candidate.items()) for candidate in candidates}) == len(candidates)
-            declared.call({**settings, knob.name: candidates[-1]})
+            declared.call({**settings, parameter.name: candidates[-1]})
 
 
 def on_a(kind: str) -> contextlib.AbstractContextManager[None]:
@@ -273,11 +273,11 @@ def ring_of(setting: Mapping[str, Any]) -> Ring:
 
 
 def rings(kind: str, case: Case) -> dict[str, list[Ring]]:
-    """The rings that are tried on a GPU of this kind, beside Triton's kernel, by knob."""
+    """The rings that are tried on a GPU of this kind, beside Triton's kernel, by parameter."""
     declared = implementation_registry.find_implementation("flash_gpu").tunable
     assert declared is not None
     with on_a(kind):
-        tried = {knob.name: list(knob.candidates(case)) for knob in declared.knobs if knob.name.startswith("mosaic_")}
+        tried = {one.name: list(one.candidates(case)) for one in declared.parameters if one.name.startswith("mosaic_")}
     return {name: [ring for setting in found if (ring := ring_of(setting)).preferred] for name, found in tried.items()}
 
 
@@ -297,7 +297,7 @@ def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit() -> None:
     segmented = rings("NVIDIA H200", causal("bf16", 128, segments="seg"))  # which take shared memory
     assert {ring.block for ring in segmented["mosaic_forward"] if not ring.early_copies} == {64}
     for name, found in rings("NVIDIA H100 80GB HBM3", causal("f16", 64)).items():
-        kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the knob's name
+        kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the parameter's name
         assert (128, 2) in [(ring.block, ring.num_stages) for ring in found]
         assert all(
             pallas_backends.find_misfit(kernel, ring, 64, 64, segmented=False, dead_keys=False) is None
@@ -373,7 +373,7 @@ def tuned(
             causal("bf16", 64),
             TimingLimits(rounds=9),
             tolerances.load_default_tolerances(),
-            knobs=declared.knobs,
+            parameters=declared.parameters,
         )
     return found, parse_settings(found.settings)
 
@@ -382,7 +382,7 @@ def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tune
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, sizes = tuned(monkeypatch, wrong=lambda sizes: False)
-    assert [choice.knob for choice in found.choices] == [f"{m}{k}" for m in ("", "mosaic_") for k in _ORDER]
+    assert [choice.parameter for choice in found.choices] == [f"{m}{k}" for m in ("", "mosaic_") for k in _ORDER]
     assert {tiles.block_kv for tiles in (sizes.forward, sizes.dq, sizes.dkv)} == {128}  # timed without Mosaic's
     assert sizes.mosaic_forward == Ring(block=64, num_stages=4, preferred=True)
     assert sizes.mosaic_dq.preferred
@@ -394,7 +394,7 @@ def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pyte
     found, sizes = tuned(monkeypatch, wrong=lambda sizes: sizes.mosaic_forward.preferred)
     assert not sizes.mosaic_forward.preferred
     assert sizes.mosaic_dq.preferred
-    rows = next(choice for choice in found.choices if choice.knob == "mosaic_forward").measurements
+    rows = next(choice for choice in found.choices if choice.parameter == "mosaic_forward").measurements
     assert {row.outcome for row in rows if "preferred=True" in row.implementation} == {DIFFERS}
 
 

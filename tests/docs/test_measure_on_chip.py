@@ -193,7 +193,7 @@ def test_every_case_of_the_tuning_plan_is_one_that_its_kernel_takes(script: Modu
         kernel = implementation_registry.find_implementation(tuning.kernel)
         assert kernel.supports(parse_case_id(tuning.case)) is None
         assert kernel.tunable is not None
-        assert {knob.name for knob in kernel.tunable.knobs} >= set(tuning.knobs)
+        assert {one.name for one in kernel.tunable.parameters} >= set(tuning.parameters)
 
 
 def test_every_case_of_the_plan_for_gpus_is_one_that_its_kernels_take(script: ModuleType) -> None:

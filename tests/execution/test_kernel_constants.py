@@ -1,4 +1,4 @@
-"""Clues: the numbers in a kernel's code, in its closures and globals, and in its program."""
+"""Code numbers: the numbers in a kernel's code, in its closures and globals, and in its program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from conformance import declare
-from conformance.execution.kernel_constants import find_clues
+from conformance.execution.kernel_constants import find_code_numbers
 from conformance.execution.plain_functions import build_implementation
 from tests.kernels import naive
 
@@ -89,16 +89,16 @@ def ruled(q: Any, k: Any, v: Any) -> Any:
     ],
 )
 def test_numbers_of_the_source_are_seen(function: Callable[..., Any], expected: set[int]) -> None:
-    clues = find_clues(build_implementation(function, "it"))
-    assert expected <= set(clues.integers)
-    assert expected <= clues.in_source
+    code_numbers = find_code_numbers(build_implementation(function, "it"))
+    assert expected <= set(code_numbers.integers)
+    assert expected <= code_numbers.in_source
 
 
 def test_what_decides_comes_before_what_does_not() -> None:
     def both(q: Any, k: Any, v: Any) -> Any:
         return naive.attention(q, k, v * (555.0 / 555.0) if k.shape[1] > 333 else v.reshape(v.shape) * 777)
 
-    assert find_clues(build_implementation(both, "both")).integers[:2] == (333, 777)
+    assert find_code_numbers(build_implementation(both, "both")).integers[:2] == (333, 777)
 
 
 def test_a_block_is_seen_in_the_program() -> None:
@@ -111,13 +111,13 @@ def test_a_block_is_seen_in_the_program() -> None:
         return naive.attention(q, cut[:, : k.shape[1]], v)
 
     # In a closure it is told by the source; here the program must tell it.
-    clues = find_clues(build_implementation(_Hidden(blocks), "blocks"))
-    assert 96 in clues.integers
-    assert 96 not in clues.in_source
+    code_numbers = find_code_numbers(build_implementation(_Hidden(blocks), "blocks"))
+    assert 96 in code_numbers.integers
+    assert 96 not in code_numbers.in_source
 
 
 class _Hidden:
-    """A callable that holds its function in an attribute that clues are not read from."""
+    """A callable that holds its function in an attribute that code numbers are not read from."""
 
     __slots__ = ("_function",)
 
@@ -149,19 +149,19 @@ def test_the_blocks_of_a_pallas_call_are_seen() -> None:
         return naive.attention(copied.reshape(q.shape), k, v)
 
     declared = declare(unsupported={"train": "no gradients"})(through)
-    assert 32 in find_clues(build_implementation(declared, "through")).integers
+    assert 32 in find_code_numbers(build_implementation(declared, "through")).integers
 
 
-def test_clues_are_the_same_every_time() -> None:
-    first, second = (find_clues(build_implementation(of_a_global, "it")) for _ in range(2))
+def test_code_numbers_are_the_same_every_time() -> None:
+    first, second = (find_code_numbers(build_implementation(of_a_global, "it")) for _ in range(2))
     assert first == second
     assert first.format_numbers() == second.format_numbers()
 
 
 def test_a_plain_function_shows_next_to_nothing() -> None:
-    clues = find_clues(build_implementation(plain, "plain"))
-    assert len(clues.integers) <= 3
-    assert all(np.isfinite(clues.floats))
+    code_numbers = find_code_numbers(build_implementation(plain, "plain"))
+    assert len(code_numbers.integers) <= 3
+    assert all(np.isfinite(code_numbers.floats))
 
 
 def test_a_function_that_cannot_be_traced_shows_its_source_all_the_same() -> None:
@@ -170,4 +170,4 @@ def test_a_function_that_cannot_be_traced_shows_its_source_all_the_same() -> Non
             raise RuntimeError("no such tile")
         raise RuntimeError("none at all")
 
-    assert find_clues(build_implementation(broken, "broken")).integers == (321,)
+    assert find_code_numbers(build_implementation(broken, "broken")).integers == (321,)

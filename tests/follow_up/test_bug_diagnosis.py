@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from cases.signature_cases import SIGNATURE_CASES
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from conformance.follow_up import bug_diagnosis
-from conformance.sensitivity.failure_signatures import KnownBug, Signature, load_signatures
+from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, load_profiles
 from reports.causes import finding_text
 from reports.causes.case_levels import find_levels
 from reports.page_model import build_summary
@@ -22,17 +22,17 @@ EMPTY_ROWS = "train/bf16/B1.T384.S100.N2.K2.H128.V128/window-l108-r0/heavy/s0"
 
 @pytest.fixture(scope="module")
 def bank() -> list[KnownBug]:
-    return load_signatures()
+    return load_profiles()
 
 
 def judge(bank: list[KnownBug], names: tuple[str, ...], *, probes: bool) -> list[Record]:
-    """Judge signature cases as a kernel with these faults would be; without `probes`, cases of another seed."""
-    known = [bug.signature for bug in bank if bug.name in names]
+    """Judge error profile cases as a kernel with these faults would be; without `probes`, cases of another seed."""
+    known = [bug.profile for bug in bank if bug.name in names]
     found = []
-    for case in (one.case.id for one in SIGNATURE_CASES):
-        if not case.startswith("train/f32") or not all(case in signature.sizes for signature in known):
+    for case in (one.case.id for one in ERROR_PROFILE_CASES):
+        if not case.startswith("train/f32") or not all(case in profile.sizes for profile in known):
             continue
-        wrong = [signature.sizes[case] for signature in known if any(signature.sizes[case].values())]
+        wrong = [profile.sizes[case] for profile in known if any(profile.sizes[case].values())]
         most = max(wrong or [known[0].sizes[case]], key=lambda sizes: sum(size is not None for size in sizes.values()))
         for name, size in most.items():
             check = "gradients" if name.startswith("d") else "forward" if name == "out" else "residuals"
@@ -63,7 +63,7 @@ def test_each_of_three_faults_is_named_inside_its_finding(bank: list[KnownBug]) 
 
 
 def test_numbers_like_no_bug_are_said_to_be_like_none(bank: list[KnownBug]) -> None:
-    others = [dataclasses.replace(bug, signature=Signature({})) for bug in bank]
+    others = [dataclasses.replace(bug, profile=ErrorProfile({})) for bug in bank]
     probes = judge(bank, ("cap-before-bias",), probes=True)
     records = judge(bank, ("cap-before-bias",), probes=False)
     info = RunInfo(command="", level="quick", environment={}, tolerances=[], probes=probes)
@@ -86,11 +86,11 @@ def test_a_bug_that_is_wrong_where_the_finding_passes_is_not_named(bank: list[Kn
     records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
     (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
     assert [level.name for level in text.finding.levels or ()] == ["groups"]
-    wrong = {case: sizes for case, sizes in fault.signature.sizes.items() if sizes.get("dk") is not None}
+    wrong = {case: sizes for case, sizes in fault.profile.sizes.items() if sizes.get("dk") is not None}
     case, sizes = next(iter(wrong.items()))
-    everywhere = {other: {**own, "dk": 3.0} if "dk" in own else own for other, own in fault.signature.sizes.items()}
+    everywhere = {other: {**own, "dk": 3.0} if "dk" in own else own for other, own in fault.profile.sizes.items()}
     careless = dataclasses.replace(
-        fault, name="dk-wrong-everywhere", kind="dk.everywhere", signature=Signature({**everywhere, case: sizes})
+        fault, name="dk-wrong-everywhere", kind="dk.everywhere", profile=ErrorProfile({**everywhere, case: sizes})
     )
     seen = [record for record in probes if record.case == case]
     (nearest,) = bug_diagnosis.find_similar_bugs([text.finding], seen, {}, [careless, fault]).values()
@@ -114,8 +114,8 @@ def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(
     bank: list[KnownBug], levels: tuple[()] | None
 ) -> None:
     (fault,) = (bug for bug in bank if bug.name == "cap-before-bias")
-    backward = {name: {**sizes, "out": None} for name, sizes in fault.signature.sizes.items()}
-    alike = dataclasses.replace(fault, name="wrong-gradients", kind="other.kind", signature=Signature(backward))
+    backward = {name: {**sizes, "out": None} for name, sizes in fault.profile.sizes.items()}
+    alike = dataclasses.replace(fault, name="wrong-gradients", kind="other.kind", profile=ErrorProfile(backward))
     records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
     (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
     everywhere = dataclasses.replace(text.finding, levels=levels)
@@ -128,7 +128,7 @@ def test_a_finding_of_a_kind_that_is_never_compared_does_not_ask_for_time(bank: 
     info = RunInfo(command="", level="quick", environment={}, tolerances=[])
     (text,) = build_summary(records, info).findings
     (empty,) = (level for level in find_levels(EMPTY_ROWS) if level.name == "empty rows")
-    assert bug_diagnosis._has_signature_case(text.finding)
-    assert not bug_diagnosis._has_signature_case(dataclasses.replace(text.finding, levels=(empty,)))
+    assert bug_diagnosis._has_profile_case(text.finding)
+    assert not bug_diagnosis._has_profile_case(dataclasses.replace(text.finding, levels=(empty,)))
     (line,) = finding_text.format_diagnosis(Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=False))
     assert "--diagnose-seconds" not in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from cases.case_id import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
+from conformance.follow_up import confirmation
 from conformance.follow_up.confirmation import Prober, Suspicion
 from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
@@ -154,6 +156,8 @@ def test_a_failing_case_is_judged_without_each_of_its_features_and_what_it_needs
     assert {level.name for level in finding.levels} == {"sinks", "bias", "groups"}
     assert set(finding.without) == passing
     assert (finding.inside, finding.outside) == (Share(1, 1), Share(0, 1))
+    assert "confirms 1 of 1 finding:" in confirmation._describe_confirmed([finding])
+    assert "confirms no finding:" in confirmation._describe_confirmed([dataclasses.replace(finding, without=())])
 
 
 def run_case(runner: Runner, implementation: Implementation, case: str) -> list[Record]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from cases.case_id import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
-from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -145,12 +145,12 @@ JUDGED = {impl.name: impl for impl in context_parallel.IMPLEMENTATIONS}
 
 
 # One of the two calls differentiated, that with everything in it: the rest costs no compilation.
-ONE_CALL = Rotation(pullbacks=("residuals",))
+ONE_CALL = Subchecks(pullbacks=("residuals",))
 
 
-def red(impl: Implementation, case_id: str, *checks: str, turn: Rotation = FULL_ROTATION) -> list[records.Record]:
+def red(impl: Implementation, case_id: str, *checks: str, selection: Subchecks = ALL_SUBCHECKS) -> list[records.Record]:
     chosen = tuple(CHECKS_BY_NAME[name] for name in checks)
-    found = Runner(Settings()).judge(Job(impl, parse_case_id(case_id), chosen, turn))
+    found = Runner(Settings()).judge(Job(impl, parse_case_id(case_id), chosen, selection))
     assert any(record.verdict == records.PASS for record in found)
     return [record for record in found if record.verdict in RED]
 
@@ -161,7 +161,7 @@ GRID = ("forward", "residuals", "gradients", "gradients_lse", "gradients_part", 
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("case_id", FEW)
 def test_results_and_gradients_are_right(name: str, case_id: str) -> None:
-    assert red(JUDGED[name], case_id, *GRID, turn=ONE_CALL) == []
+    assert red(JUDGED[name], case_id, *GRID, selection=ONE_CALL) == []
 
 
 def _in_turn() -> list[ParameterSet]:
@@ -173,7 +173,7 @@ def _in_turn() -> list[ParameterSet]:
 
 @pytest.mark.parametrize(("case_id", "name"), _in_turn())
 def test_results_and_gradients_are_right_on_more_cases(name: str, case_id: str) -> None:
-    assert red(JUDGED[name], case_id, *GRID, turn=ONE_CALL) == []
+    assert red(JUDGED[name], case_id, *GRID, selection=ONE_CALL) == []
 
 
 @pytest.mark.bank

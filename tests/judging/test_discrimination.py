@@ -10,7 +10,7 @@ import pytest
 from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.grid import build_grid
-from conformance.check_api.rotation import Rotation
+from conformance.check_api.subchecks import Subchecks
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS
 from conformance.execution.executor import Executor
@@ -101,14 +101,14 @@ def test_a_case_that_cannot_tell_is_below_the_required_margin(case_id: str, null
 def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
     case = parse_case_id("train/f32/B1.T321.S321.N2.K2.H64.V64/full/huge/s0")
     kernel = find_implementation("dot_product")
-    turn = Rotation(pullbacks=("plain",), cotangents=("row",))
+    selection = Subchecks(pullbacks=("plain",), cotangents=("row",))
     assert (
-        find_weakest_null(compute_margins(Subject(Executor(kernel), case, load_default_tolerances(), turn)))[1]
+        find_weakest_null(compute_margins(Subject(Executor(kernel), case, load_default_tolerances(), selection)))[1]
         < REQUIRED_MARGIN
         <= find_weakest_null(compute_margins_of(case, kernel))[1]
     )
     forward = tuple(check for check in CHECKS if check.name == "forward")
-    found = Runner(Settings()).judge(Job(kernel, case, forward, turn))
+    found = Runner(Settings()).judge(Job(kernel, case, forward, selection))
     assert {(record.check, record.verdict) for record in found} == {("forward", PASS)}
 
 

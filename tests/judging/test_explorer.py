@@ -13,7 +13,7 @@ import pytest
 from cases.case import Case
 from cases.case_id import matches_query, parse_case_id
 from cases.case_space.alternatives import NothingToDraw
-from cases.case_space.clue_numbers import NO_CLUES, Clues
+from cases.case_space.code_numbers import NO_CODE_NUMBERS, CodeNumbers
 from conformance import cli, declare
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
@@ -63,12 +63,14 @@ def explore_kernel(
     *,
     query: str | None = None,
     settings: Settings | None = None,
-    clues: Clues | None = None,
+    code_numbers: CodeNumbers | None = None,
     **limits: Any,
 ) -> Exploration:
     limits = {"seconds": None, "examples": None, "seed": 0} | limits
     implementation = build_implementation(function, "it")
-    return explorer.explore(implementation, settings or Settings(), Budget(**limits), query=query, clues=clues)
+    return explorer.explore(
+        implementation, settings or Settings(), Budget(**limits), query=query, code_numbers=code_numbers
+    )
 
 
 @declare(behind_mask="finite")
@@ -163,18 +165,18 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
     assert found.failing.kv_length > 1000
-    assert {192, 1000} <= found.clues.in_source
+    assert {192, 1000} <= found.code_numbers.in_source
     assert any(tried.startswith("S ") for tried in found.used)
     said = "\n".join(explorer.describe_exploration(found, 0))
-    assert re.search(r"clues: .*192.* \(source\)", said)
+    assert re.search(r"numbers in the code: .*192.* \(source\)", said)
     assert "tried around them: " in said
 
 
 @pytest.mark.nightly
-def test_without_clues_such_lengths_are_not_drawn() -> None:
-    found = explore_kernel(fail_for_long_thirds, examples=24, seed=1, clues=NO_CLUES)
+def test_without_code_numbers_such_lengths_are_not_drawn() -> None:
+    found = explore_kernel(fail_for_long_thirds, examples=24, seed=1, code_numbers=NO_CODE_NUMBERS)
     assert found.failing is None
-    assert "clues: none" in "\n".join(explorer.describe_exploration(found, 0))
+    assert "numbers in the code: none" in "\n".join(explorer.describe_exploration(found, 0))
 
 
 def test_what_the_grid_has_not_combined_is_counted() -> None:

@@ -28,8 +28,8 @@ def plan_jobs(name: str, level: str, seeds: tuple[int, ...] = (0,)) -> tuple[Job
     return run_plan.plan_run([implementation_registry.find_implementation(name)], level=level, seeds=seeds).jobs
 
 
-def list_questions(job: Job) -> list[tuple[str, str, object]]:
-    return [(job.case.id, check.name, job.rotation) for check in job.checks]
+def list_subchecks(job: Job) -> list[tuple[str, str, object]]:
+    return [(job.case.id, check.name, job.selection) for check in job.checks]
 
 
 def test_levels_are_those_of_the_grid_and_one_below() -> None:
@@ -39,8 +39,8 @@ def test_levels_are_those_of_the_grid_and_one_below() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke_asks_nothing_that_quick_does_not(name: str) -> None:
-    quick = {question for job in plan_jobs(name, "quick") for question in list_questions(job)}
-    smoke = [question for job in plan_jobs(name, "smoke") for question in list_questions(job)]
+    quick = {subcheck for job in plan_jobs(name, "quick") for subcheck in list_subchecks(job)}
+    smoke = [subcheck for job in plan_jobs(name, "smoke") for subcheck in list_subchecks(job)]
     assert len(smoke) == len(set(smoke))
     assert set(smoke) < quick
 
@@ -49,8 +49,8 @@ def test_smoke_asks_nothing_that_quick_does_not(name: str) -> None:
 def test_quick_begins_with_the_cases_of_smoke_and_drops_nothing(name: str) -> None:
     quick, smoke = plan_jobs(name, "quick"), list(plan_jobs(name, "smoke"))
     last_on_grid = max(place for place, job in enumerate(smoke) if job.is_on_grid)
-    begun = [list_questions(job) for job in smoke[: last_on_grid + 1]]
-    assert [list_questions(job) for job in quick[: len(begun)]] == begun
+    begun = [list_subchecks(job) for job in smoke[: last_on_grid + 1]]
+    assert [list_subchecks(job) for job in quick[: len(begun)]] == begun
     assert len({job.id for job in quick}) == len(quick)
     shuffled = prioritization.order_jobs(quick[::-1])
     assert Counter(job.id for job in shuffled) == Counter(job.id for job in quick)
@@ -72,12 +72,12 @@ def test_every_program_of_the_order_says_most_for_its_cost_of_those_that_are_lef
     met_pairs: set[tuple[str, str]] = set()
 
     def worth(program: list[Job]) -> float:
-        return prioritization.compute_value([(job.case, job.rotation) for job in program], met, met_pairs)
+        return prioritization.compute_value([(job.case, job.selection) for job in program], met, met_pairs)
 
     for place, program in enumerate(programs):
         assert worth(program) == max(map(worth, programs[place:]))
         for job in program:
-            found = prioritization.collect_marks((job.case, job.rotation))
+            found = prioritization.collect_marks((job.case, job.selection))
             met |= found
             met_pairs |= pair_marks(found)
 

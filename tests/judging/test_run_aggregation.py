@@ -197,9 +197,9 @@ def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[
     after = build_recorded(*ALL, source="new.jsonl", **changes)
     for ones in ((before, after), (after, before)):
         found, info = aggregate_runs(ones, command="report")
-        standings = build_summary(found, info).contenders
+        standings = build_summary(found, info).implementations
         assert {standing.conformity for standing in standings} == {conformity.CONFORMS, conformity.DOES_NOT_CONFORM}
-        assert len({standing.contender.label for standing in standings}) == 2
+        assert len({standing.implementation.label for standing in standings}) == 2
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[
 def test_what_differs_tells_runs_apart(name: str, labels: set[str]) -> None:
     one, other = build_recorded(*ALL, source="a.jsonl"), build_recorded(*ALL, source="b.jsonl", **OTHERS[name])
     found, info = aggregate_runs([one, other], command="report")
-    assert {standing.contender.label for standing in build_summary(found, info).contenders} == labels == set(info.files)
+    assert {one.implementation.label for one in build_summary(found, info).implementations} == labels == set(info.files)
     assert sorted(info.files.values()) == [["a.jsonl"], ["b.jsonl"]]
     page = unescape(render_html(found, info))
     assert all(label.removeprefix("kernel (").removesuffix(")") in page for label in labels)
@@ -226,7 +226,7 @@ def test_other_platforms_need_no_such_words() -> None:
     found, info = aggregate_runs(
         [build_recorded(*ALL, source="cpu.jsonl"), dataclasses.replace(gpu, done=done)], command="report"
     )
-    assert [standing.contender.label for standing in build_summary(found, info).contenders] == [
+    assert [standing.implementation.label for standing in build_summary(found, info).implementations] == [
         "kernel (cpu)",
         "kernel (gpu)",
     ]

@@ -129,6 +129,6 @@ BANK: tuple[PlantedBug, ...] = (
 
 # By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
 SEEN = {
-    found.bug: found.kills
+    found.bug: found.detections
     for found in detection_results.parse_examinations(detection_table.load_table(), {bug.name for bug in BANK})
 }

@@ -10,7 +10,7 @@ import pytest
 from reports import html_page
 from reports.matrices import build_matrices
 from reports.page_model import build_summary
-from reports.record_groups import get_contender, group_records
+from reports.record_groups import get_implementation, group_records
 from reports.records import RED
 from tests.reports import browser
 from tests.reports.browser import Tab
@@ -52,7 +52,7 @@ def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
     assert tab.evaluate(ROWS) == 25
     tab.evaluate(f"{CHOOSE}('verdict', 'red')")
     assert tab.evaluate(MATCH_COUNT) == f"{RED_ONES} records"
-    tab.evaluate(f"{CHOOSE}('contender', 'kernel_1')")
+    tab.evaluate(f"{CHOOSE}('implementation', 'kernel_1')")
     mine = [one for one in RECORDS if one.implementation == "kernel_1" and one.verdict in RED]
     assert tab.evaluate(MATCH_COUNT) == f"{len(mine)} records"
     query = tab.evaluate("document.getElementById('query').textContent")
@@ -75,9 +75,9 @@ def test_the_command_tells_runs_of_one_file_apart(tab: Tab, tmp_path: Path) -> N
     page, found, info = save_two_runs(tmp_path)
     tab.open(page)
     for label in info.runs:
-        tab.evaluate(f"{CHOOSE}('contender', {label!r})")
+        tab.evaluate(f"{CHOOSE}('implementation', {label!r})")
         command = tab.evaluate("document.getElementById('query').textContent")
-        assert len(run_query(command, tmp_path)) == sum(get_contender(one).label == label for one in found)
+        assert len(run_query(command, tmp_path)) == sum(get_implementation(one).label == label for one in found)
     assert tab.errors == []
 
 
@@ -111,8 +111,8 @@ def test_a_cell_opens_its_records_by_keys_alone(tab: Tab, page: Path) -> None:
     assert tab.evaluate(MATCH_COUNT).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
     assert tab.evaluate("document.activeElement.id") == "match-count"
     shown = tab.evaluate(MATCH_COUNT)
-    label, feature = (tab.evaluate(f"{FORM}.{name}.selectedOptions[0].text") for name in ("contender", "feature"))
-    wanted = [one for one in RECORDS if get_contender(one).label == label and feature in one.features]
+    label, feature = (tab.evaluate(f"{FORM}.{name}.selectedOptions[0].text") for name in ("implementation", "feature"))
+    wanted = [one for one in RECORDS if get_implementation(one).label == label and feature in one.features]
     assert shown == f"{len(wanted)} record{'s' * (len(wanted) != 1)}"
     tab.press("Tab")
     assert tab.evaluate("document.activeElement.closest('#rows') !== null")
@@ -126,15 +126,15 @@ def test_a_matrix_is_sorted_by_an_implementation_by_keys_alone(tab: Tab, page: P
     tab.open(page)
     matrix = build_matrices(group_records(RECORDS))[0]
     assert tab.evaluate(ROW_NAMES) == list(matrix.rows)
-    places = [[matrix.ranks.get((one, row), 99) for row in matrix.rows] for one in matrix.contenders]
+    places = [[matrix.ranks.get((one, row), 99) for row in matrix.rows] for one in matrix.implementations]
     number = next(n for n, each in enumerate(places) if each != sorted(each))
-    contender = matrix.contenders[number]
-    cells = {row: matrix.cells.get((contender, row)) for row in matrix.rows}
+    implementation = matrix.implementations[number]
+    cells = {row: matrix.cells.get((implementation, row)) for row in matrix.rows}
     tab.evaluate("document.querySelector('table.matrix thead button').focus()")
     for key in (*["ArrowRight"] * (number + 1), "Enter"):
         tab.press(key)
     head = "document.activeElement.closest('th')"
-    assert contender.implementation in tab.evaluate(f"{head}.textContent")
+    assert implementation.name in tab.evaluate(f"{head}.textContent")
     assert tab.evaluate(f"{head}.ariaSort") == "descending"
     worst_first = tab.evaluate(ROW_NAMES)
     worst_ranks = [cell.rank for name in worst_first if (cell := cells[name])]
@@ -200,7 +200,7 @@ def test_addresses_of_a_case_a_finding_and_a_cell(tab: Tab, page: Path) -> None:
 def test_a_link_restores_the_filters_and_the_back_button_undoes_one(tab: Tab, page: Path) -> None:
     tab.open(page)
     tab.evaluate(f"{CHOOSE}('verdict', 'red')")
-    tab.evaluate(f"{CHOOSE}('contender', 'kernel_1')")
+    tab.evaluate(f"{CHOOSE}('implementation', 'kernel_1')")
     tab.evaluate("document.querySelector('#filters [type=search]').focus()")
     tab.type("train/")
     tab.evaluate("document.querySelector('[data-by=caseId]').click()")

@@ -35,9 +35,9 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
     table = build_compiled_section(group_records(records).compilations)
     assert table is not None
     assert table.targets == ("v5e", "v4", "h100")
-    cell = table.cells[table.contenders[0], "v5e"]
+    cell = table.cells[table.implementations[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
-    assert table.cells[table.contenders[0], "v4"].state == "fail"
+    assert table.cells[table.implementations[0], "v4"].state == "fail"
     assert table.programs == ()
     page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
@@ -67,7 +67,7 @@ def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None
     assert table is not None
     (row,) = table.programs
     assert (row.case, row.program) == (records[0].case, "forward")
-    one, other = (row.cells[contender] for contender in table.contenders)
+    one, other = (row.cells[implementation] for implementation in table.implementations)
     assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
     assert other.live == 2.0**24
     assert "32 MiB at once, 3 MiB HBM, 9.0 s" in render_html(records, make_run_info())
@@ -124,8 +124,8 @@ def test_whole_calls_are_in_the_table_and_side_by_side() -> None:
     ]
     long, alone = call_estimates.build_call_charts(records)
     assert (long.case, long.program, long.targets) == ("train/bf16/long", "forward", ("v5e",))
-    assert [long.cells[contender, "v5e"].total for contender in long.contenders] == [117_364, 167_364]
-    assert [long.cells[contender, "v5e"].bound for contender in long.contenders] == [frozenset(), {"dq"}]
+    assert [long.cells[implementation, "v5e"].total for implementation in long.implementations] == [117_364, 167_364]
+    assert [long.cells[implementation, "v5e"].bound for implementation in long.implementations] == [frozenset(), {"dq"}]
     assert alone.case == "train/bf16/alone"
     page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
@@ -166,7 +166,7 @@ def test_bounds_of_gpu_kernels_are_a_table_and_side_by_side() -> None:
     assert found.targets == ("h100",)
     first, other = found.rows
     assert (first.case, first.cells["h100"].least, first.cells["h100"].unit) == (records[0].case, 102.7, "issue")
-    assert (other.contender.implementation, other.cells["h100"].unit) == ("other", "mufu")
+    assert (other.implementation.name, other.cells["h100"].unit) == ("other", "mufu")
     chart = found.charts[0]
     assert [cell.total for cell in chart.cells.values()] == [102_700, 64_500]
     page = render_html(records, make_run_info())

@@ -108,10 +108,10 @@ def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
         return build_summary([*found, *right], make_run_info()).headline
 
     some = format_verdict("gradients", refused=2)
-    assert "refusing 2 of 6 questions" in some
+    assert "refusing 2 of 6 comparisons" in some
     assert "gradients" not in some
     most = format_verdict("gradients", refused=3)
-    assert "refusing 3 of 7 questions" in most
+    assert "refusing 3 of 7 comparisons" in most
     assert most.endswith("most of those of gradients.")
     unoffered = make_record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
     found = [make_record(), make_record(check="gradients"), unoffered]

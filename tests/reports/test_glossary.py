@@ -22,13 +22,13 @@ MEANINGS = {"forward": "Check `out`.", "poison": "Check that NaN reaches no resu
 
 def test_meanings_of_checks_are_the_first_lines_of_their_docstrings() -> None:
     _, info = aggregate_runs([], command="report")
-    assert info.check_meanings == {check.name: check.question for check in CHECKS}
+    assert info.check_meanings == {check.name: check.about for check in CHECKS}
     assert all(info.check_meanings.values())
 
 
 def test_every_row_of_the_matrix_of_checks_has_a_meaning() -> None:
     rows = [name for names in CHECK_KINDS.values() for name in names]
-    meanings = {check.name: check.question for check in CHECKS}
+    meanings = {check.name: check.about for check in CHECKS}
     assert set(build_glossary(rows, meanings).checks) == set(rows)
     assert not set(OTHER_ROWS) & set(meanings)
 

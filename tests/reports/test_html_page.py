@@ -112,7 +112,7 @@ def test_the_data_hold_every_record_once() -> None:
     data = read_data(render_html(records, make_run_info()))
     rows = [[*row, *[0] * (9 - len(row))] for row in data["rows"]]
     keys = {
-        (data["contenders"][r[0]][1], data["cases"][r[4]][0], data["checks"][r[1]], data["observables"][r[2]])
+        (data["implementations"][r[0]][1], data["cases"][r[4]][0], data["checks"][r[1]], data["observables"][r[2]])
         for r in rows
     }
     assert keys == {(r.implementation, r.case, r.check, r.observable) for r in records}
@@ -164,8 +164,8 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
     (tmp_path / "r.jsonl").write_text('{"schema": "x/1"}\n' + "".join(serialize_record(one) + "\n" for one in records))
     (matrix,) = (matrix for matrix in build_matrices(group_records(records)) if matrix.kind == kind)
     assert len(matrix.cells) == 3
-    for (contender, row), cell in matrix.cells.items():
-        command = build_query_command(contender, kind, row, RecordFiles("r.jsonl"))
+    for (implementation, row), cell in matrix.cells.items():
+        command = build_query_command(implementation, kind, row, RecordFiles("r.jsonl"))
         assert len(run_query(command, tmp_path)) == cell.counts.total
 
 
@@ -174,8 +174,8 @@ def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
     labels = [f"{one.implementation} ({one.platform}, {one.run})" for one in both]
     files = {label: [f"{name} run.jsonl"] for label, name in zip(labels, "ab", strict=True)}
     page = render_html(both, dataclasses.replace(make_run_info(), files=files))
-    assert [row[0] for row in read_data(page)["contenders"]] == labels
-    assert [row[3] for row in read_data(page)["contenders"]] == ["'a run.jsonl'", "'b run.jsonl'"]
+    assert [row[0] for row in read_data(page)["implementations"]] == labels
+    assert [row[3] for row in read_data(page)["implementations"]] == ["'a run.jsonl'", "'b run.jsonl'"]
     commands = [one for one in parse_page(page).all("code") if one.text.startswith("jq")]
     assert {one.text.rpartition("' '")[2] for one in commands} >= {"a run.jsonl'", "b run.jsonl'"}
 
@@ -212,9 +212,9 @@ def test_runs_of_one_kernel_in_one_file_are_told_apart(tmp_path: Path) -> None:
     assert sorted(info.runs.values()) == [["0a"], ["2026-01-01T00:00:00+00:00"]]
     named = {label: " ".join(files) for label, files in info.files.items()}
     features, checks = build_matrices(group_records(found))
-    assert len(checks.contenders) == 2
-    for (contender, check), cell in checks.cells.items():
-        command = build_query_command(contender, "check", check, RecordFiles("report.jsonl", named, info.runs))
+    assert len(checks.implementations) == 2
+    for (implementation, check), cell in checks.cells.items():
+        command = build_query_command(implementation, "check", check, RecordFiles("report.jsonl", named, info.runs))
         assert len(run_query(command, tmp_path)) == cell.counts.total
     assert page.read_text().count("jq -cn") == len(features.cells) + len(checks.cells)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from reports.distance_figure import describe_distances, format_row_figure, render_distances
-from reports.limit_distances import MAX_CONTENDERS_BY_CHECK, build_distance_charts
+from reports.limit_distances import MAX_CHARTS_BY_CHECK, build_distance_charts
 from reports.record_groups import group_records
 from reports.records import ERROR, EXPECTED_FAIL, UNSUPPORTED
 from reports.text_format import TIMES
@@ -51,11 +51,11 @@ def test_an_expected_failure_does_not_hide_a_near_miss() -> None:
     assert chart.rows[0].worst.value == 3.9
 
 
-@pytest.mark.parametrize("count", [1, MAX_CONTENDERS_BY_CHECK, MAX_CONTENDERS_BY_CHECK + 1, 70])
+@pytest.mark.parametrize("count", [1, MAX_CHARTS_BY_CHECK, MAX_CHARTS_BY_CHECK + 1, 70])
 def test_many_implementations_share_a_chart(count: int) -> None:
     records = [make_record(implementation=f"kernel_{i}") for i in range(count)]
     charts = build_distance_charts(group_records(records))
-    if count <= MAX_CONTENDERS_BY_CHECK:
+    if count <= MAX_CHARTS_BY_CHECK:
         assert [chart.noun for chart in charts] == ["check"] * count
     else:
         (chart,) = charts

@@ -27,7 +27,7 @@ def test_features_have_a_fixed_order_by_kind_and_lose_no_record() -> None:
         ("operands", ("sinks", "bias")),
         ("others", (NO_FEATURE,)),
     )
-    assert matrix.cells[matrix.contenders[0], "sinks"].counts.total == 2
+    assert matrix.cells[matrix.implementations[0], "sinks"].counts.total == 2
 
 
 def test_the_matrix_tells_unsupported_from_unjudged() -> None:
@@ -38,6 +38,6 @@ def test_the_matrix_tells_unsupported_from_unjudged() -> None:
         make_record(features=("causal",), verdict=UNSUPPORTED),
     ]
     matrix = build_matrices(group_records(records))[0]
-    states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.rows}
+    states = {feature: matrix.cells[matrix.implementations[0], feature].state for feature in matrix.rows}
     assert states == {"bias": "unsupported", "sinks": "unjudged", "causal": "pass"}
     assert 'title="no bias operand"' in render_html(records, make_run_info())

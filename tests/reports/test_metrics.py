@@ -23,7 +23,7 @@ from tests.reports.report_samples import (
 
 def test_every_record_is_counted_once() -> None:
     records = [*make_one_of_each(), *make_many(500)]
-    standings = build_summary(records, make_run_info()).contenders
+    standings = build_summary(records, make_run_info()).implementations
     assert sum(s.counts.total for s in standings) == count_verdicts(records).total == len(records)
     assert all(sum(n for _, n in s.counts.parts) == s.counts.total for s in standings)
 

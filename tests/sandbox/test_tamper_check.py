@@ -50,7 +50,7 @@ def test_what_is_replaced_in_a_function_is_found_each_time(replace: Callable[[],
 
 
 @pytest.mark.parametrize("function", [parse_case_id, validate_operands, write_text], ids=lambda one: one.__module__)
-def test_every_package_of_ours_is_watched(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_package_of_ours_is_checked(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before = tamper_check.take_snapshot()
     monkeypatch.setitem(vars(sys.modules[function.__module__]), function.__name__, lambda *arguments: None)
     assert f"{function.__module__}.{function.__name__}" in tamper_check.find_replaced(before)

@@ -18,8 +18,8 @@ from reports.records import FAIL
 from tests.bank import PlantedBug, detection_results
 from tests.bank.__main__ import main
 from tests.bank.examination import (
+    Detection,
     Examination,
-    Kill,
     compute_check_powers,
     examine,
     iter_red_records,
@@ -37,9 +37,9 @@ ELSEWHERE = (dataclasses.replace(ZEROS, name="needs-a-compiler", unmeasurable=la
 
 
 def build_examination(bug: str, *checks: str) -> Examination:
-    kills = {check: Kill("out", "train/...", "fail", 12.3456) for check in checks}
+    detections = {check: Detection("out", "train/...", "fail", 12.3456) for check in checks}
     return Examination(
-        bug=bug, family="f", kind="k", reference="r", shows=("out",), kills=kills, judged=2, planned=9,
+        bug=bug, family="f", kind="k", reference="r", shows=("out",), detections=detections, judged=2, planned=9,
         seconds={check.name: 1.0 for check in CHECKS},
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_the_order_of_jobs_loses_none() -> None:
 
 def test_a_bug_is_looked_for_first_where_it_was_seen() -> None:
     job = next(job for job in reversed(order_jobs_for_bug(ZEROS, "quick")) if job.is_on_grid)
-    seen = {"residuals": Kill("logsumexp", job.case.id, FAIL, 1.0)}
+    seen = {"residuals": Detection("logsumexp", job.case.id, FAIL, 1.0)}
     red = next(iter_red_records(ZEROS, "quick", seen))
     assert (red.check, red.case) == ("residuals", job.case.id)
     assert next(iter_red_records(ZEROS, "quick")).case != job.case.id
@@ -62,13 +62,13 @@ def test_a_bug_is_looked_for_first_where_it_was_seen() -> None:
 
 def test_a_bug_that_is_not_where_it_was_seen_is_found_all_the_same() -> None:
     # `aliasing` does not see it: zeros share no memory with the operands.
-    seen = {"aliasing": Kill("q", "train/...", FAIL, None)}
+    seen = {"aliasing": Detection("q", "train/...", FAIL, None)}
     assert next(iter_red_records(ZEROS, "quick", seen)) is not None
 
 
 def test_a_gross_bug_is_seen_by_many_checks_at_once() -> None:
     found = examine(ZEROS, "quick")
-    assert {"forward", "residuals", "gradients"} & set(found.kills)
+    assert {"forward", "residuals", "gradients"} & set(found.detections)
     assert not found.survives
     assert found.judged < found.planned
 
@@ -78,7 +78,7 @@ def test_a_check_that_sees_a_bug_alone_is_needed() -> None:
         [build_examination("a", "forward"), build_examination("b", "forward", "poison"), build_examination("c")]
     )
     by_name = {power.check: power for power in found}
-    assert by_name["forward"].kills == 2
+    assert by_name["forward"].detected == 2
     assert by_name["forward"].alone == ("a",)
     assert by_name["poison"].alone == ()
     assert [power.check for power in found] == [check.name for check in CHECKS]
@@ -90,7 +90,7 @@ def test_the_table_is_strict_json_that_reads_back_and_shows(tmp_path: Path) -> N
         Resolution("scale", "bf16", "out", None, None, ""),
     ]
     infinite = build_examination("b", "forward")
-    infinite = dataclasses.replace(infinite, kills={"forward": Kill("out", "c", "fail", float("inf"))})
+    infinite = dataclasses.replace(infinite, detections={"forward": Detection("out", "c", "fail", float("inf"))})
     table = detection_results.build_table(
         [build_examination("a", "poison"), infinite, build_examination("c")],
         resolutions,
@@ -183,7 +183,7 @@ def test_at_smoke_bugs_are_judged_as_a_run_does_and_the_first_red_is_timed() -> 
     planned = run_plan.plan_run([ZEROS.build()], level="smoke").jobs
     assert [job.id for job in order_jobs_for_bug(ZEROS, "smoke")] == [job.id for job in planned]
     found = examine(ZEROS, "smoke")
-    assert found.kills
+    assert found.detections
     assert found.planned == len(planned)
     assert found.first_red is not None
     assert found.first_red > 0

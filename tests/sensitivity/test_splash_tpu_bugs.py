@@ -39,7 +39,7 @@ def test_the_passage_that_a_bug_changes_is_there(bug: PlantedBug) -> None:
     "bug", [bug for bug in BUGS if bug.name not in _NEED_TPU_INTERPRETER], ids=lambda bug: bug.name
 )
 def test_interpret_mode_sees_it_too(bug: PlantedBug) -> None:
-    seen = {check: kill for check, kill in SEEN.get(bug.name, {}).items() if check != "interpreter"}
+    seen = {check: detection for check, detection in SEEN.get(bug.name, {}).items() if check != "interpreter"}
     found = iter_red_records(bug, "quick", seen)
     reds = (red for red in found if red.check != "interpreter" and red.verdict != ERROR)
     assert any(shows_as_declared(bug, red) for red in reds)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from cases.signature_cases import SIGNATURE_CASES
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sensitivity import diagnosis, failure_signatures
-from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, KnownBug, Signature
+from conformance.sensitivity import diagnosis, error_profiles
+from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, ErrorProfile, KnownBug
 from reports.causes.case_levels import find_levels
 from tests.bank.examination import create_single_look_runner
 from tests.reports.causes.faults.faulty_kernels import FaultyKernel
@@ -28,8 +28,8 @@ UNSEEN: dict[str, dict[str, Any]] = json.loads(
 )
 
 
-def add_right_cases(kernel: dict[str, Any]) -> Signature:
-    """Return the signature of a kernel, completed as findings would complete it.
+def add_right_cases(kernel: dict[str, Any]) -> ErrorProfile:
+    """Return the error profile of a kernel, completed as findings would complete it.
 
     Cases without the levels that the fault needs are added as right.
     """
@@ -37,17 +37,17 @@ def add_right_cases(kernel: dict[str, Any]) -> Signature:
     if kernel["levels"]:
         right = dict.fromkeys({name.partition(CHECK_SEPARATOR)[0] for found in sizes.values() for name in found})
         stored = {kernel["base"]} & {"packed", "paged"}
-        for one in SIGNATURE_CASES:
+        for one in ERROR_PROFILE_CASES:
             names = {level.name for level in find_levels(one.case.id)}
             taken = bool(stored) or not ({"own", "moba", "score_mod"} & names or one.case.kv_cache)
             if taken and names & {"paged", "packed", "latent"} == stored and not set(kernel["levels"]) <= names:
                 sizes.setdefault(one.case.id, right)
-    return Signature(sizes)
+    return ErrorProfile(sizes)
 
 
 @pytest.fixture(scope="module")
 def known_bugs() -> list[KnownBug]:
-    return failure_signatures.load_signatures()
+    return error_profiles.load_profiles()
 
 
 GRADIENTS = {name: kernel for name, kernel in UNSEEN.items() if kernel["base"] == "by_hand"}
@@ -82,10 +82,10 @@ def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: 
     implementation = KernelOptions(None, True).find("kernel.py:attention")
     runner = create_single_look_runner()
     # The cases judged then: which a diagnosis judges first depends on which exist.
-    jobs = [job for job in failure_signatures.iter_signature_jobs(implementation) if job.case.id in kernel["sizes"]]
+    jobs = [job for job in error_profiles.iter_profile_jobs(implementation) if job.case.id in kernel["sizes"]]
     assert len(jobs) == len(kernel["sizes"])
-    now = failure_signatures.build_signature(record for job in jobs for record in runner.stream(job))
-    then = Signature(kernel["sizes"])
+    now = error_profiles.build_profile(record for job in jobs for record in runner.stream(job))
+    then = ErrorProfile(kernel["sizes"])
     assert now.wrong.keys() == then.wrong.keys()
-    old = KnownBug(name=name, family="family", kind="a.kind", reference="inferred from a test", signature=then)
-    assert diagnosis.compare_signatures(now, old).similarity > 0.97
+    old = KnownBug(name=name, family="family", kind="a.kind", reference="inferred from a test", profile=then)
+    assert diagnosis.compare_profiles(now, old).similarity > 0.97

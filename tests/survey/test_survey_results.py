@@ -39,8 +39,8 @@ def build_record(verdict: str, *features: str, dtype: str = "f32", finding: str 
 def summarize(*records: Record) -> FunctionResult:
     info = RunInfo(command="", level="smoke", environment={}, tolerances=[])
     summary = build_summary(records, info)
-    (contender,) = summary.contenders
-    return summarize_function(contender, records, ("behind_mask='finite'",))
+    (implementation,) = summary.implementations
+    return summarize_function(implementation, records, ("behind_mask='finite'",))
 
 
 def test_the_finding_of_an_expected_failure_is_read_from_its_reason() -> None:

@@ -194,10 +194,10 @@ def test_flash_backward_shows_the_rounding_of_the_saved_output() -> None:
     limit = TOLERANCES.limit("f32", "dq").rms  # a few rows, each with one error in D
     # What rounding `out` moves D by, `|do|` times half a spacing of f16, moves dq by that times `scale p |k|`.
     bound = expected["dq"].bound.copy()
-    for slab in oracle.iter_slabs(problem):
-        moved = (2.0**-11 * np.abs(slab.out) + 2.0**-25) * np.abs(do[slab.batch, :, slab.heads]).transpose(1, 0, 2)
-        by_key = slab.scale * slab.p * moved.sum(axis=-1, keepdims=True)
-        bound[slab.batch, :, slab.heads] += (by_key @ np.abs(slab.k)).transpose(1, 0, 2) / limit
+    for group in oracle.iter_head_groups(problem):
+        moved = (2.0**-11 * np.abs(group.out) + 2.0**-25) * np.abs(do[group.batch, :, group.heads]).transpose(1, 0, 2)
+        by_key = group.scale * group.p * moved.sum(axis=-1, keepdims=True)
+        bound[group.batch, :, group.heads] += (by_key @ np.abs(group.k)).transpose(1, 0, 2) / limit
     assert_right({"dq": flash["dq"]}, {"dq": Bounded(expected["dq"].value, bound)})
 
 
@@ -251,13 +251,13 @@ def test_dv_sums_to_the_cotangent_that_the_sinks_leave(case_id: str) -> None:
     kv_heads = problem.k.shape[2]
     expected = rounding(case_id, do, computations=2)
     kept, bound = np.zeros_like(do), np.zeros_like(do)
-    for slab in oracle.iter_slabs(problem):
-        share = (1 - slab.p_sink) * slab.allowed.any(axis=-1)
-        kept[slab.batch, :, slab.heads] = share.T[..., None] * do[slab.batch, :, slab.heads]
+    for group in oracle.iter_head_groups(problem):
+        share = (1 - group.p_sink) * group.allowed.any(axis=-1)
+        kept[group.batch, :, group.heads] = share.T[..., None] * do[group.batch, :, group.heads]
         # What is left of 1 has the error of the sink's probability, `exp(sink - logsumexp)`, and two roundings more.
-        sinks = 0.0 if slab.sinks is None else slab.p_sink * np.abs(slab.sinks[:, None] - slab.logsumexp)
-        lost = expected["logsumexp"].bound[slab.batch, slab.heads] * slab.p_sink + 2.0**-53 * (sinks + 2)
-        bound[slab.batch, :, slab.heads] = lost.T[..., None] * np.abs(do[slab.batch, :, slab.heads])
+        sinks = 0.0 if group.sinks is None else group.p_sink * np.abs(group.sinks[:, None] - group.logsumexp)
+        lost = expected["logsumexp"].bound[group.batch, group.heads] * group.p_sink + 2.0**-53 * (sinks + 2)
+        bound[group.batch, :, group.heads] = lost.T[..., None] * np.abs(do[group.batch, :, group.heads])
     by_group, of_group = (
         x.sum(axis=1).reshape(do.shape[0], kv_heads, -1, do.shape[-1]).sum(axis=2) for x in (kept, bound)
     )

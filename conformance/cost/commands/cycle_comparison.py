@@ -19,7 +19,7 @@ from conformance.cost.static.static_tuning import CompileCall, CompileResult, Es
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob
+from impls.contract.tunable import TuningParameter
 
 ALL_KERNELS = "all kernels"
 
@@ -31,18 +31,18 @@ class ComparisonRow:
     Attributes:
       case: the case.
       implementation: name of the implementation.
-      knob: name of the knob that sets the kernel's block sizes, or `ALL_KERNELS`.
+      parameter: name of the parameter that sets the kernel's block sizes, or `ALL_KERNELS`.
       best: for each TPU generation, the estimate at the best block sizes.
     """
 
     case: Case
     implementation: str
-    knob: str
+    parameter: str
     best: tuple[Estimate, ...]
 
     def line(self, baseline: ComparisonRow) -> str:
         """Format the row in Markdown, with the ratio of its cycles to those of a baseline row."""
-        cells = [self.case.id, f"`{self.implementation}`", self.knob]
+        cells = [self.case.id, f"`{self.implementation}`", self.parameter]
         cells += [_format_cell(one, other) for one, other in zip(self.best, baseline.best, strict=True)]
         return f"| {' | '.join(cells)} |"
 
@@ -52,7 +52,7 @@ def print_comparison(
     implementations: Sequence[Implementation],
     cases: Sequence[Case],
     targets: Sequence[CompileTarget],
-    knobs: Sequence[str],
+    parameters: Sequence[str],
     on_step: Callable[[str], None],
 ) -> int:
     """Print a table of static cycles; each row is printed as soon as it is known.
@@ -62,7 +62,7 @@ def print_comparison(
       implementations: the implementations to compare; ratios are relative to the first one.
       cases: the cases to compile.
       targets: the TPU generations, one column each.
-      knobs: names of the knobs whose kernels are shown, such as `forward`.
+      parameters: names of the parameters whose kernels are shown, such as `forward`.
       on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
@@ -76,8 +76,10 @@ def print_comparison(
     for case in cases:
         first: dict[str, ComparisonRow] = {}
         for implementation in implementations:
-            for row in iter_rows(implementation, case, targets, knobs, on_step):
-                shown.print(row.line(first.setdefault(row.knob, row)), highlight=False, soft_wrap=True, markup=False)
+            for row in iter_rows(implementation, case, targets, parameters, on_step):
+                shown.print(
+                    row.line(first.setdefault(row.parameter, row)), highlight=False, soft_wrap=True, markup=False
+                )
                 known += sum(one.cycles is not None for one in row.best)
     return known
 
@@ -86,7 +88,7 @@ def iter_rows(
     implementation: Implementation,
     case: Case,
     targets: Sequence[CompileTarget],
-    knobs: Sequence[str],
+    parameters: Sequence[str],
     on_step: Callable[[str], None],
 ) -> Iterator[ComparisonRow]:
     """Yield a row for each kernel that has block sizes to choose.
@@ -98,11 +100,11 @@ def iter_rows(
         yield ComparisonRow(case, implementation.name, ALL_KERNELS, best)
         return
     declared = implementation.tunable
-    known = () if declared is None else declared.knobs
-    asked = [knob for knob in known if knob.name in knobs and (knob.kernel or knob.ways)]
-    told: CompileCall = functools.partial(_compile_call, gradients=any(name != "forward" for name in knobs))
+    known = () if declared is None else declared.parameters
+    asked = [one for one in known if one.name in parameters and (one.kernel or one.ways)]
+    told: CompileCall = functools.partial(_compile_call, gradients=any(name != "forward" for name in parameters))
     found = [_find_best(implementation, case, target, asked, told, on_step) for target in targets]
-    for number, name in enumerate([knob.name for knob in asked] or [ALL_KERNELS]):
+    for number, name in enumerate([parameter.name for parameter in asked] or [ALL_KERNELS]):
         yield ComparisonRow(case, implementation.name, name, tuple(each[number] for each in found))
 
 
@@ -110,25 +112,25 @@ def _find_best(
     implementation: Implementation,
     case: Case,
     target: CompileTarget,
-    knobs: Sequence[Knob],
+    parameters: Sequence[TuningParameter],
     told: CompileCall,
     on_step: Callable[[str], None],
 ) -> list[Estimate]:
-    """Return for each knob the estimate of the candidate with the fewest cycles, for one TPU generation.
+    """Return for each parameter the estimate of the candidate with the fewest cycles, for one TPU generation.
 
-    Without knobs, return one estimate of the whole implementation. An estimate without cycles contains the reason.
+    Without parameters, return one estimate of the whole implementation. An estimate without cycles contains the reason.
     """
     on_step(f"compiling {implementation.name} for {target.name}, {case.id}")
-    if not knobs or implementation.tunable is None:
+    if not parameters or implementation.tunable is None:
         return [_estimate_fixed(told(Executor(implementation), native_compilation.build_problem(case), target))]
     choices = static_tuning.tune_statically(
-        implementation, implementation.tunable, case, target, told, knobs=knobs, on_step=on_step
+        implementation, implementation.tunable, case, target, told, parameters=parameters, on_step=on_step
     )
     return [min(choice.estimates, key=lambda one: one.whole) for choice in choices]
 
 
 def _estimate_fixed(told: CompileResult) -> Estimate:
-    """Estimate an implementation without knobs as the sum of the cycles of its kernel calls.
+    """Estimate an implementation without parameters as the sum of the cycles of its kernel calls.
 
     `told` is the result of compiling it.
     """

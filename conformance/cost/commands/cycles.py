@@ -50,26 +50,26 @@ def run_cycles(arguments: argparse.Namespace) -> int:
     targets = [known[name] for name in arguments.target or known]
     if arguments.case:
         return _compare_implementations(arguments, targets, platform)
-    if arguments.knob:
-        raise CannotJudge("--knob needs --case")
+    if arguments.parameter:
+        raise CannotJudge("--parameter needs --case")
     return _compare_with_baselines(arguments, targets, platform)
 
 
 def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
     """Compile the kernels that have baselines, and compare or record their static cycles; return the exit code."""
-    all_bars = cycle_baselines.GPU_BASELINES if platform == "gpu" else cycle_baselines.TPU_BASELINES
-    bars = [bar for bar in all_bars if not arguments.impl or bar.implementation in arguments.impl]
-    if not bars:
+    every = cycle_baselines.GPU_BASELINES if platform == "gpu" else cycle_baselines.TPU_BASELINES
+    baselines = [baseline for baseline in every if not arguments.impl or baseline.implementation in arguments.impl]
+    if not baselines:
         raise CannotJudge(f"nothing is recorded of {', '.join(arguments.impl)}")
     compiler = cycle_baselines.get_compiler_version(platform)
     recorded = cycle_baselines.read_baselines().get(compiler, {})
     shown, found, red = Console(), dict[str, cycle_baselines.Figures](), 0
     with StepProgress(Console(stderr=True)) as steps:
-        for bar in bars:
-            for target in (one for one in targets if bar.asks(one.name)):
-                place = cycle_baselines.format_key(bar, target.name)
+        for baseline in baselines:
+            for target in (one for one in targets if baseline.asks(one.name)):
+                place = cycle_baselines.format_key(baseline, target.name)
                 steps.say(f"compiling {place}")
-                found[place] = measure_baseline(bar, target)
+                found[place] = measure_baseline(baseline, target)
                 wrong = cycle_baselines.list_regressions(recorded.get(place, {}), found[place])
                 red += bool(wrong)
                 shown.print(_format_line(place, found[place], recorded.get(place)), highlight=False, soft_wrap=True)
@@ -89,8 +89,8 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
     """Print the static cycles of implementations side by side on the given cases; return the exit code."""
     if not arguments.impl or arguments.save:
         raise CannotJudge("--case compares implementations: name them by --impl, and leave out --save")
-    if platform == "gpu" and arguments.knob:
-        raise CannotJudge("--knob is for TPU kernels only")
+    if platform == "gpu" and arguments.parameter:
+        raise CannotJudge("--parameter is for TPU kernels only")
     implementations = [implementation_registry.find_implementation(name) for name in arguments.impl]
     cases = [project_lookup.parse_case(text) for text in arguments.case]
     shown = Console()
@@ -99,24 +99,24 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
             known = gpu_cycles.print_gpu_cycles(shown, implementations, cases, targets, steps.say)
         else:
             known = cycle_comparison.print_comparison(
-                shown, implementations, cases, targets, arguments.knob or ["forward"], steps.say
+                shown, implementations, cases, targets, arguments.parameter or ["forward"], steps.say
             )
     return 0 if known else 2
 
 
-def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselines.Figures:
+def measure_baseline(baseline: CycleBaseline, target: CompileTarget) -> cycle_baselines.Figures:
     """Compile a baseline's call for one chip, and return the static cycles that must not rise, by name.
 
     Raises:
       CannotJudge: if the call does not compile.
     """
-    case = parse_case_id(bar.case)
-    executor = Executor(implementation_registry.find_implementation(bar.implementation))
+    case = parse_case_id(baseline.case)
+    executor = Executor(implementation_registry.find_implementation(baseline.implementation))
     one = native_compilation.compile_largest_program(
         executor, native_compilation.build_problem(case), target, gradients=case.phase == "train"
     )
     if one.outcome != "compiled":
-        raise CannotJudge(f"{bar.implementation} for {target.name}: {one.outcome}: {one.reason}")
+        raise CannotJudge(f"{baseline.implementation} for {target.name}: {one.outcome}: {one.reason}")
     return cycle_baselines.select_estimates(one.figures)
 
 

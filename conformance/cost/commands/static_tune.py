@@ -29,10 +29,10 @@ from conformance.executor_tasks import native_compilation
 from conformance.session.failures import CannotJudge
 from impls.contract import tunable
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob, TableEntry, Tunable
+from impls.contract.tunable import TableEntry, Tunable, TuningParameter
 
 STATIC_CYCLES = "static cycles"
-"""Key in the provenance of a table entry. Its value maps each knob to the static cycles of its candidates, by name."""
+"""Key in the provenance of a table entry. Its value maps parameters to the static cycles of candidates, by name."""
 
 
 def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
@@ -54,36 +54,36 @@ def choose_settings(
     declared: Tunable,
     cases: Sequence[Case],
     chips: Sequence[CompileTarget],
-    knobs: Sequence[Knob],
+    parameters: Sequence[TuningParameter],
     path: Path,
 ) -> int:
     """Choose settings for each chip and case, print every candidate, and write the table after each case.
 
     Args:
       implementation: the implementation to tune.
-      declared: the implementation's declaration of knobs.
+      declared: the implementation's declaration of parameters.
       cases: the cases to compile.
       chips: the TPU generations to compile for.
-      knobs: the knobs to choose.
+      parameters: the parameters to choose.
       path: the file with the table of settings.
 
     Returns:
       the exit code.
 
     Raises:
-      CannotJudge: if the implementation declares no knobs that can be tuned by schedules, or the table cannot be
+      CannotJudge: if the implementation declares no parameters that can be tuned by schedules, or the table cannot be
         written.
     """
-    if declared.native is None or not all(knob.kernel or knob.ways for knob in knobs):
+    if declared.native is None or not all(one.kernel or one.ways for one in parameters):
         raise CannotJudge(f"{implementation.name} declares nothing that schedules can tune (Tunable.native)")
     shown, written = Console(), 0
-    told = functools.partial(_compile_call, gradients=any(knob.phase != "forward" for knob in knobs))
+    told = functools.partial(_compile_call, gradients=any(one.phase != "forward" for one in parameters))
     shown.print("Static cycles of a whole call, which no chip has confirmed.", highlight=False)
     with StepProgress(Console(stderr=True)) as steps:
         for chip in chips:
             for case in cases:
                 found = static_tuning.tune_statically(
-                    implementation, declared, case, chip, told, knobs=knobs, on_step=steps.say
+                    implementation, declared, case, chip, told, parameters=parameters, on_step=steps.say
                 )
                 for choice in found:
                     _print_choice(shown, chip, case, choice)
@@ -100,24 +100,24 @@ def _compile_call(executor: Executor, problem: Any, chip: CompileTarget, *, grad
 
 def _print_choice(shown: Console, chip: CompileTarget, case: Case, choice: StaticChoice) -> None:
     for one in choice.estimates:
-        name = f"{chip.name} {format_setting(choice.knob, one.setting)}"
+        name = f"{chip.name} {format_setting(choice.parameter, one.setting)}"
         text = one.reason if one.cycles is None else _format_cycles(one)
         shown.print(f"  {name}: {text}", highlight=False, soft_wrap=True)
     verb = "keeps" if dict(choice.setting) == dict(choice.before) else "takes"
-    text = f"{chip.name} {verb} {format_setting(choice.knob, choice.setting)}, {case.id}"
+    text = f"{chip.name} {verb} {format_setting(choice.parameter, choice.setting)}, {case.id}"
     shown.print(text, style="bold", highlight=False, soft_wrap=True)
 
 
 def _build_entry(
     implementation: Implementation, declared: Tunable, case: Case, chip: CompileTarget, found: Sequence[StaticChoice]
 ) -> TableEntry:
-    with compilation.trace_for_chip(chip):  # read the settings in force, which knobs that are not tuned keep
+    with compilation.trace_for_chip(chip):  # read the settings in force, which parameters that are not tuned keep
         settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
-    settings |= {choice.knob: dict(choice.setting) for choice in found}
-    kernels = {knob.name for knob in declared.knobs if knob.kernel}
+    settings |= {choice.parameter: dict(choice.setting) for choice in found}
+    kernels = {one.name for one in declared.parameters if one.kernel}
     (kind,) = (tpu.kind for tpu in TPUS if tpu.name == chip.name)
     how = f"python -m conformance tune --static --impl={implementation.name} --target={chip.name} --case={case.id}"
-    how += "".join(f" --knob={choice.knob}" for choice in found if len(found) < len(declared.knobs))
+    how += "".join(f" --parameter={choice.parameter}" for choice in found if len(found) < len(declared.parameters))
     return TableEntry(
         device=kind,
         key=declared.key(case),
@@ -128,9 +128,11 @@ def _build_entry(
             "jax": importlib.metadata.version("jax"),
             "how": how,
             "checked": "by no chip: static cycles of a whole call",
-            "knobs": {choice.knob: _format_choice(choice) for choice in found},
+            "knobs": {choice.parameter: _format_choice(choice) for choice in found},
             # When `tune` times candidates on a chip, it compares their order with these cycles.
-            STATIC_CYCLES: {choice.knob: _collect_cycles(choice) for choice in found if choice.knob in kernels},
+            STATIC_CYCLES: {
+                choice.parameter: _collect_cycles(choice) for choice in found if choice.parameter in kernels
+            },
         },
     )
 
@@ -138,7 +140,9 @@ def _build_entry(
 def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
     """Return the cycles of each candidate with a known estimate, including HBM traffic outside the call, by name."""
     return {
-        format_setting(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None
+        format_setting(choice.parameter, one.setting): round(one.whole)
+        for one in choice.estimates
+        if one.cycles is not None
     }
 
 
@@ -146,7 +150,7 @@ def _format_choice(choice: StaticChoice) -> str:
     """Describe a choice for the table: cycles of the chosen and the replaced setting, and the number of candidates."""
     now, before = choice.of(choice.setting), choice.of(choice.before)
     refused = sum(one.cycles is None for one in choice.estimates)
-    before_it = f"where {format_setting(choice.knob, choice.before)} has {_format_cycles(before)}"
+    before_it = f"where {format_setting(choice.parameter, choice.before)} has {_format_cycles(before)}"
     return f"{_format_cycles(now)}, {before_it}; of {len(choice.estimates)} settings, {refused} refused"
 
 
@@ -159,7 +163,7 @@ def _format_cycles(one: Estimate) -> str:
 def _write_entry(path: Path, entry: TableEntry) -> None:
     try:
         kept = tunable.read_table(path)
-        for old in kept:  # an entry for the same place keeps the provenance of knobs that were not tuned
+        for old in kept:  # an entry for the same place keeps the provenance of parameters that were not tuned
             if old.place == entry.place:
                 said = {
                     name: {**old.provenance.get(name, {}), **entry.provenance[name]}

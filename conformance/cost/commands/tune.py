@@ -1,7 +1,7 @@
 """Implement the command `tune`: choose an implementation's settings by timing them on this machine.
 
-A setting is block sizes and the like; a *knob* is one setting that can be tuned (`impls.contract.tunable`). The chosen
-settings are written to the implementation's table, a JSON file. `tune --static` is in `static_tune`.
+A setting is block sizes and the like; a *parameter* is one setting that can be tuned (`impls.contract.tunable`). The
+chosen settings are written to the implementation's table, a JSON file. `tune --static` is in `static_tune`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from conformance.cost.commands import bench, static_tune
 from conformance.cost.static import static_tuning
 from conformance.cost.timing import timed_tuning
 from conformance.cost.timing.interleaved_timing import explain_not_timed
-from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
+from conformance.cost.timing.timed_tuning import ParameterChoice, TuningResult, format_setting
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.session import project_lookup
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
 from impls.contract import tunable
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob, TableEntry, Tunable
+from impls.contract.tunable import TableEntry, Tunable, TuningParameter
 from reports import terminal
 from reports.records.measurement import Measurement
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
-    """Time the candidates of each knob, print them, and write the table of settings; return the exit code."""
+    """Time the candidates of each parameter, print them, and write the table of settings; return the exit code."""
     started = time.perf_counter()
     limits = bench.parse_limits(arguments)
     implementation = project_lookup.find_implementation(
@@ -49,27 +49,27 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"{implementation.name} reads no table: name the file to write with --out")
     outputs = check_outputs(arguments)
     tolerances = project_lookup.load_project_settings().tolerances
-    knobs = _choose_knobs(implementation, declared, arguments.knob)
-    cases = _choose_cases(implementation, declared, knobs, arguments.case, static=arguments.static)
+    parameters = _find_parameters(implementation, declared, arguments.parameter)
+    cases = _choose_cases(implementation, declared, parameters, arguments.case, static=arguments.static)
     if arguments.static:
         return static_tune.choose_settings(
-            implementation, declared, cases, static_tune.choose_targets(arguments.target), knobs, path
+            implementation, declared, cases, static_tune.choose_targets(arguments.target), parameters, path
         )
     console, shown = Console(stderr=True), Console()
     bench.warn_of_distorted_timing(console)
     measured: list[Measurement] = []
     written, interrupted = 0, False
-    static: dict[str, dict[str, float]] = {}  # recorded static cycles for the current case, by knob and candidate
+    static: dict[str, dict[str, float]] = {}  # recorded static cycles for the current case, by parameter and candidate
 
-    def on_choice(choice: KnobChoice) -> None:
+    def on_choice(choice: ParameterChoice) -> None:
         measured.extend(choice.measurements)
         terminal.print_measurements(choice.measurements, shown)
         verb = "takes" if choice.changed else "keeps"
-        shown.print(f"{verb} {format_setting(choice.knob, choice.setting)}", style="bold", highlight=False)
+        shown.print(f"{verb} {format_setting(choice.parameter, choice.setting)}", style="bold", highlight=False)
         shown.print(f"{_describe_static_order(choice, static)}\n", highlight=False, soft_wrap=True)
 
     share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
-    narrowed = [*(f"--knob={name}" for name in arguments.knob), f"--seconds={share.seconds:g}"]
+    narrowed = [*(f"--parameter={name}" for name in arguments.parameter), f"--seconds={share.seconds:g}"]
     with StepProgress(console) as steps:
         for case in cases:
             static = _read_static_cycles(declared, case)
@@ -79,7 +79,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
                 case,
                 share,
                 tolerances,
-                knobs=knobs,
+                parameters=parameters,
                 on_step=steps.say,
                 on_choice=on_choice,
             )
@@ -96,31 +96,36 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _get_tunable(implementation: Implementation) -> Tunable:
-    """Return the implementation's declaration of knobs.
+    """Return the implementation's declaration of parameters.
 
     Raises:
-      CannotJudge: if the implementation declares no knobs.
+      CannotJudge: if the implementation declares no parameters.
     """
     if implementation.tunable is None:
         raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
     return implementation.tunable
 
 
-def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
-    """Return the knobs named in `asked`, or all knobs if it is empty.
+def _find_parameters(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[TuningParameter]:
+    """Return the parameters named in `asked`, or all parameters if it is empty.
 
     Raises:
-      CannotJudge: if the implementation has no knob of that name.
+      CannotJudge: if the implementation has no parameter of that name.
     """
-    known = {knob.name: knob for knob in declared.knobs}
+    known = {one.name: one for one in declared.parameters}
     for name in asked:
         if name not in known:
-            raise CannotJudge(f"{implementation.name} has no knob {name!r}: known are {', '.join(known)}")
-    return [knob for knob in declared.knobs if not asked or knob.name in asked]
+            raise CannotJudge(f"{implementation.name} has no tuning parameter {name!r}: known are {', '.join(known)}")
+    return [one for one in declared.parameters if not asked or one.name in asked]
 
 
 def _choose_cases(
-    implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str], *, static: bool
+    implementation: Implementation,
+    declared: Tunable,
+    parameters: Sequence[TuningParameter],
+    asked: Sequence[str],
+    *,
+    static: bool,
 ) -> list[Case]:
     cases = [project_lookup.parse_case(text) for text in asked] or list(declared.cases())
     if static:
@@ -132,8 +137,8 @@ def _choose_cases(
             f"there is no {missing} to time {implementation.name} on: add --static to choose by static cycles instead"
         )
     for case in cases:
-        for knob in knobs:
-            if (declined := explain_not_timed(implementation, case, knob.phase)) is not None:
+        for parameter in parameters:
+            if (declined := explain_not_timed(implementation, case, parameter.phase)) is not None:
                 raise CannotJudge(f"{implementation.name} cannot be tuned on {case.id}: {declined[1]}")
     return cases
 
@@ -142,7 +147,7 @@ def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, fl
     """Read the static cycles that `tune --static` recorded for this kind of device and this case.
 
     Returns:
-      by name of a knob, and by name of a candidate, its cycles; empty if none are recorded.
+      by name of a parameter, and by name of a candidate, its cycles; empty if none are recorded.
     """
     kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
     entries = tunable.read_table(declared.table) if declared.table is not None else ()
@@ -150,15 +155,15 @@ def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, fl
     return {} if found is None else dict(found.provenance.get(static_tune.STATIC_CYCLES, {}))
 
 
-def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe how far times and static cycles of a knob's candidates agree; empty if no cycles are recorded."""
+def _describe_static_order(choice: ParameterChoice, static: Mapping[str, Mapping[str, float]]) -> str:
+    """Describe how far times and static cycles of a parameter's candidates agree; empty if no cycles are recorded."""
     seconds = {
         name: row.seconds.median
         for row in choice.measurements
-        for name in static.get(choice.knob, {})
+        for name in static.get(choice.parameter, {})
         if row.implementation.endswith(f" {name}") and row.seconds is not None
     }
-    return static_tuning.describe_rank_agreement(static.get(choice.knob, {}), seconds)
+    return static_tuning.describe_rank_agreement(static.get(choice.parameter, {}), seconds)
 
 
 def _build_entry(
@@ -168,7 +173,7 @@ def _build_entry(
     static: Mapping[str, Mapping[str, float]],
     narrowed: Sequence[str],
 ) -> TableEntry:
-    held = {choice.knob: said for choice in tuned.choices if (said := _describe_static_order(choice, static))}
+    held = {choice.parameter: said for choice in tuned.choices if (said := _describe_static_order(choice, static))}
     return TableEntry(
         device=jax.devices()[0].device_kind,
         key=declared.key(tuned.case),
@@ -180,24 +185,24 @@ def _build_entry(
             "how": " ".join(
                 [f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}", *narrowed]
             ),
-            "knobs": {choice.knob: _describe_choice(choice) for choice in tuned.choices},
+            "knobs": {choice.parameter: _describe_choice(choice) for choice in tuned.choices},
             **({static_tune.STATIC_CYCLES: static, "static order": held} if static else {}),
         },
     )
 
 
-def _describe_choice(choice: KnobChoice) -> str:
+def _describe_choice(choice: ParameterChoice) -> str:
     """Describe for the table how the chosen setting compares with the setting that it replaces."""
     tried = f"of {len(choice.measurements)} settings"
     if not choice.changed:
-        return f"{format_setting(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"
-    name = format_setting(choice.knob, choice.setting)
+        return f"{format_setting(choice.parameter, choice.before)} kept, {tried} none faster beyond the spread"
+    name = format_setting(choice.parameter, choice.setting)
     row = next(row for row in choice.measurements if row.implementation.endswith(name))
     if row.speed is None:
-        return f"{tried}; {format_setting(choice.knob, choice.before)}, which it replaces, did not run"
+        return f"{tried}; {format_setting(choice.parameter, choice.before)}, which it replaces, did not run"
     low, middle, high = row.speed
     return (
-        f"{tried}, {middle:.3g} times the speed of {format_setting(choice.knob, choice.before)} "
+        f"{tried}, {middle:.3g} times the speed of {format_setting(choice.parameter, choice.before)} "
         f"(quartiles {low:.3g} to {high:.3g} of {len(row.samples)} pairs)"
     )
 

@@ -101,9 +101,9 @@ def get_compiler_version(platform: str = "tpu") -> str:
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
 
-def format_key(bar: CycleBaseline, target: str) -> str:
+def format_key(baseline: CycleBaseline, target: str) -> str:
     """Format the key under which the table stores a baseline's cycles for the chip `target`."""
-    return f"{bar.implementation} {bar.case} {target}"
+    return f"{baseline.implementation} {baseline.case} {target}"
 
 
 def select_estimates(figures: Mapping[str, float]) -> Figures:

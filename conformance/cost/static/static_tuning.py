@@ -1,7 +1,7 @@
 """Choose an implementation's settings (block sizes and the like) without its accelerator, by static cycles.
 
-A *knob* is the setting of one kernel, and its *candidates* are the settings to try (`impls.contract.tunable`). Every
-candidate is compiled for a TPU, and the cycles of the kernel's call are estimated from the compiler's schedule
+A *parameter* is the setting of one kernel, and its *candidates* are the settings to try (`impls.contract.tunable`).
+Every candidate is compiled for a TPU, and the cycles of the kernel's call are estimated from the compiler's schedule
 (`conformance.cost.tpu.tpu_figures`). The estimate is deterministic, and no chip has confirmed it. The command `tune
 --static` writes the chosen settings to the implementation's table.
 
@@ -10,9 +10,9 @@ candidate is chosen whose cycles exceed the fewest by at most `SCHEDULING_NOISE`
 whose cycles are not known, is shown and never chosen.
 
 The cycles of a call are at least the cycles in which HBM transfers the call's data. Other traffic of a kernel
-(`Knob.traffic`) is added. If several sets of kernels compute the same results, the first set is chosen, unless another
-set is shorter by more than `MIN_SAVING`. This margin is larger, because sums over several kernels are less exact than
-two schedules of the same kernel.
+(`TuningParameter.traffic`) is added. If several sets of kernels compute the same results, the first set is chosen,
+unless another set is shorter by more than `MIN_SAVING`. This margin is larger, because sums over several kernels are
+less exact than two schedules of the same kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from conformance.accelerators.tpus import TPUS
 from conformance.cost.timing.timed_tuning import format_setting
 from conformance.execution.executor import Executor
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
+from impls.contract.tunable import ParameterSettings, Setting, Traffic, Tunable, TuningParameter
 
 SCHEDULING_NOISE = 0.03
 """Relative difference of cycles below which candidates count as equal: the compiler's scheduling varies this much."""
@@ -50,7 +50,7 @@ class Estimate:
       setting: the candidate setting.
       cycles: cycles of the kernel's call with this setting; None if they are not known.
       reason: the reason why the cycles are not known; otherwise empty.
-      beside: cycles of HBM transfers before and after the call (`Knob.traffic`).
+      beside: cycles of HBM transfers before and after the call (`TuningParameter.traffic`).
     """
 
     setting: Setting
@@ -66,16 +66,16 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class StaticChoice:
-    """Result of choosing one knob's setting.
+    """Result of choosing one parameter's setting.
 
     Attributes:
-      knob: name of the knob.
+      parameter: name of the parameter.
       setting: the chosen setting.
       before: the setting that was in force before tuning.
       estimates: the estimate of each candidate, in order.
     """
 
-    knob: str
+    parameter: str
     setting: Setting
     before: Setting
     estimates: tuple[Estimate, ...]
@@ -92,42 +92,45 @@ def tune_statically(
     target: CompileTarget,
     compiled: CompileCall,
     *,
-    knobs: Sequence[Knob],
+    parameters: Sequence[TuningParameter],
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[StaticChoice]:
-    """Choose the settings of some knobs by static cycles, for one case and one chip.
+    """Choose the settings of some parameters by static cycles, for one case and one chip.
 
     To save compilations, the kernels of one call are compiled together: all with their first candidates, then all with
     their second candidates, and so on.
 
     Args:
       implementation: the implementation to tune.
-      tunable: the implementation's declaration of knobs, which must have a `native` call.
+      tunable: the implementation's declaration of parameters, which must have a `native` call.
       case: the case to compile.
       target: the chip to compile for.
-      compiled: function that compiles a call of the problem, with gradients if a knob belongs to the backward pass.
-      knobs: the knobs to choose. If one of them chooses among kernels, kernels whose knob is not in `knobs` keep the
-        setting in force.
+      compiled: function that compiles a call of the problem, with gradients if a parameter belongs to the backward
+        pass.
+      parameters: the parameters to choose. If one of them chooses among kernels, kernels whose parameter is not in
+        `parameters` keep the setting in force.
       on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
-      the choice for each of `knobs`, in the same order.
+      the choice for each of `parameters`, in the same order.
     """
     native = tunable.native
     assert native is not None
     with compilation.trace_for_chip(target):
         base = {name: dict(setting) for name, setting in tunable.settings(case).items()}
-    asked = {knob.name for knob in knobs}
-    needed = asked | {name for knob in knobs for _, names in knob.ways for name in names}
-    kernels = [knob for knob in tunable.knobs if knob.kernel and knob.name in needed]
+    asked = {one.name for one in parameters}
+    needed = asked | {name for one in parameters for _, names in one.ways for name in names}
+    kernels = [one for one in tunable.parameters if one.kernel and one.name in needed]
     tried = {
-        knob.name: _remove_duplicates([base[knob.name], *(knob.candidates(case) if knob.name in asked else ())])
-        for knob in kernels
+        parameter.name: _remove_duplicates(
+            [base[parameter.name], *(parameter.candidates(case) if parameter.name in asked else ())]
+        )
+        for parameter in kernels
     }
     problem, known = draw_problem(case), dict[str, CompileResult]()
 
-    def ask(settings: KnobSettings) -> CompileResult:
-        name = ", ".join(format_setting(knob, settings[knob]) for knob in settings)
+    def ask(settings: ParameterSettings) -> CompileResult:
+        name = ", ".join(format_setting(name, settings[name]) for name in settings)
         if name not in known:
             on_step(f"compiling {target.name}: {name}")
             accelerator = dataclasses.replace(implementation.accelerator, native=native(settings))
@@ -135,30 +138,32 @@ def tune_statically(
             known[name] = compiled(Executor(variant), problem, target)
         return known[name]
 
-    found: dict[str, list[Estimate]] = {knob.name: [] for knob in kernels}
+    found: dict[str, list[Estimate]] = {one.name: [] for one in kernels}
     for together in _group_by_call(kernels):
-        given = next((knob.given for knob in together if knob.given), {})
-        for turn in range(max(len(tried[knob.name]) for knob in together)):
-            now = [(knob, tried[knob.name][turn]) for knob in together if turn < len(tried[knob.name])]
-            told = ask({**base, **given, **{knob.name: setting for knob, setting in now}})
-            for knob, setting in now:
+        given = next((one.given for one in together if one.given), {})
+        for turn in range(max(len(tried[parameter.name]) for parameter in together)):
+            now = [(one, tried[one.name][turn]) for one in together if turn < len(tried[one.name])]
+            told = ask({**base, **given, **{parameter.name: setting for parameter, setting in now}})
+            for parameter, setting in now:
                 # If these settings do not compile together, each may compile with the other kernels' settings in force.
-                own = ask({**base, **given, knob.name: setting}) if isinstance(told, str) else told
-                found[knob.name].append(_estimate_candidate(knob, setting, own, knob.traffic(case, setting), target))
+                own = ask({**base, **given, parameter.name: setting}) if isinstance(told, str) else told
+                found[parameter.name].append(
+                    _estimate_candidate(parameter, setting, own, parameter.traffic(case, setting), target)
+                )
     choices = {name: _choose_setting(name, estimates) for name, estimates in found.items()}
-    choices |= {knob.name: _choose_kernels(knob, base[knob.name], choices) for knob in knobs if knob.ways}
-    return [choices[knob.name] for knob in knobs]
+    choices |= {one.name: _choose_kernels(one, base[one.name], choices) for one in parameters if one.ways}
+    return [choices[one.name] for one in parameters]
 
 
-def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
-    """Group the knobs whose kernels can be compiled in one call.
+def _group_by_call(parameters: Sequence[TuningParameter]) -> list[list[TuningParameter]]:
+    """Group the parameters whose kernels can be compiled in one call.
 
-    Knobs that require the same settings of other knobs (`Knob.given`) form a group. Knobs without such requirements
-    join the first group.
+    Parameters that require the same settings of other parameters (`TuningParameter.given`) form a group. Parameters
+    without such requirements join the first group.
     """
-    found: dict[str, list[Knob]] = {}
-    for knob in sorted(knobs, key=lambda knob: not knob.given):
-        found.setdefault(str(knob.given) if knob.given else next(iter(found), ""), []).append(knob)
+    found: dict[str, list[TuningParameter]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: not parameter.given):
+        found.setdefault(str(parameter.given) if parameter.given else next(iter(found), ""), []).append(parameter)
     return list(found.values())
 
 
@@ -168,12 +173,12 @@ def _remove_duplicates(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _estimate_candidate(
-    knob: Knob, setting: Setting, told: CompileResult, traffic: Traffic, target: CompileTarget
+    parameter: TuningParameter, setting: Setting, told: CompileResult, traffic: Traffic, target: CompileTarget
 ) -> Estimate:
     """Build the estimate of a candidate from the result of compiling it.
 
     Args:
-      knob: the knob that the candidate is for.
+      parameter: the parameter that the candidate is for.
       setting: the candidate setting.
       told: measurements of the compiled program, or the reason why it does not compile.
       traffic: HBM traffic of the kernel besides its blocks.
@@ -181,7 +186,7 @@ def _estimate_candidate(
     """
     if isinstance(told, str):
         return Estimate(setting, None, told)
-    kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{knob.kernel}.call_cycles")), None)
+    kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{parameter.kernel}.call_cycles")), None)
     if kernel is None:
         return Estimate(setting, None, "the cycles of its call are not known")
     if traffic == Traffic():
@@ -191,28 +196,28 @@ def _estimate_candidate(
     return Estimate(setting, max(told[f"{kernel}.call_cycles"], floor), beside=traffic.beside / bytes_a_cycle)
 
 
-def _choose_setting(knob: str, estimates: Sequence[Estimate]) -> StaticChoice:
+def _choose_setting(parameter: str, estimates: Sequence[Estimate]) -> StaticChoice:
     """Choose the first candidate whose cycles exceed the fewest by at most `SCHEDULING_NOISE`.
 
     The first estimate is that of the setting in force, which is kept if no candidate has known cycles.
     """
     before, least = estimates[0].setting, min(one.whole for one in estimates)
     few = (one.setting for one in estimates if one.cycles is not None and one.whole <= (1 + SCHEDULING_NOISE) * least)
-    return StaticChoice(knob, next(few, before), before, tuple(estimates))
+    return StaticChoice(parameter, next(few, before), before, tuple(estimates))
 
 
-def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticChoice]) -> StaticChoice:
-    """Choose among the sets of kernels of a knob (`Knob.ways`), with each kernel at its chosen setting.
+def _choose_kernels(parameter: TuningParameter, before: Setting, choices: Mapping[str, StaticChoice]) -> StaticChoice:
+    """Choose among the sets of kernels of a parameter (`TuningParameter.ways`), with each kernel at its chosen setting.
 
     The first set is chosen, unless another set is shorter by more than `MIN_SAVING`.
 
     Args:
-      knob: a knob that chooses among sets of kernels.
-      before: the knob's setting in force, which is kept if the chosen set has no known cycles.
-      choices: by name of a kernel's knob, its choice.
+      parameter: a parameter that chooses among sets of kernels.
+      before: the parameter's setting in force, which is kept if the chosen set has no known cycles.
+      choices: by name of a kernel's parameter, its choice.
     """
     estimates = []
-    for setting, names in knob.ways:
+    for setting, names in parameter.ways:
         parts = [choices[name].of(choices[name].setting) for name in names]
         reasons = [f"{name}: {part.reason}" for name, part in zip(names, parts, strict=True) if part.cycles is None]
         cycles = None if reasons else sum(part.cycles or 0.0 for part in parts)
@@ -221,7 +226,7 @@ def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticCho
     for other in estimates[1:]:
         if other.whole < (1 - MIN_SAVING) * taken.whole:
             taken = other
-    return StaticChoice(knob.name, taken.setting if taken.cycles is not None else before, before, tuple(estimates))
+    return StaticChoice(parameter.name, taken.setting if taken.cycles is not None else before, before, tuple(estimates))
 
 
 def describe_rank_agreement(static: Mapping[str, float], seconds: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from cases.case import Case
 from cases.operand_values import Problem
 from reports.records.measurement import FORWARD
 
-_SLAB = 1 << 24  # number of pairs of the mask that are in memory at a time
+_PAIRS_AT_A_TIME = 1 << 24  # pairs of the mask in memory at a time
 
 # Batch size times length of a default case on an accelerator. This is enough work for every core at any length.
 _TOKENS = 16384
@@ -33,7 +33,7 @@ def count_allowed_pairs(problem: Problem) -> int:
     """Count the pairs of a query and a key that mask and segment ids allow, over all batch rows and query heads."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     kv_length = problem.k.shape[1]
-    step = max(1, _SLAB // kv_length)
+    step = max(1, _PAIRS_AT_A_TIME // kv_length)
     return sum(
         _count_pairs(problem, np.arange(start, min(start + step, q_length)), batch, num_q_heads)
         for start in range(0, q_length, step)

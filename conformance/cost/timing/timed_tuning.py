@@ -1,13 +1,13 @@
 """Choose an implementation's settings (block sizes and the like) by timing them on this machine.
 
-A *knob* is one independent setting, and its *candidates* are the settings to try (`impls.contract.tunable`). Knobs are
-tuned one after the other. The command `tune` writes the chosen settings to the implementation's table.
+A *parameter* is one independent setting, and its *candidates* are the settings to try (`impls.contract.tunable`).
+Parameters are tuned one after the other. The command `tune` writes the chosen settings to the implementation's table.
 
-The candidates of a knob and the setting in force are timed alternately. After each stage the slower half is dropped,
-and the other candidates run twice as many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943). The
-last few candidates are timed for longer. The fastest of them replaces the setting in force only if it is faster in more
-than three quarters of the rounds. A candidate that does not compile, does not fit, or gives a wrong result is shown and
-never chosen.
+The candidates of a parameter and the setting in force are timed alternately. After each stage the slower half is
+dropped, and the other candidates run twice as many rounds (successive halving: Jamieson & Talwalkar 2016,
+arXiv:1502.07943). The last few candidates are timed for longer. The fastest of them replaces the setting in force only
+if it is faster in more than three quarters of the rounds. A candidate that does not compile, does not fit, or gives a
+wrong result is shown and never chosen.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from conformance.cost.timing.sampling import MIN_ROUNDS
 from conformance.cost.timing.timed_programs import compile_program
 from conformance.truth.tolerances import Tolerances
 from impls.contract.implementation import Implementation
-from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable
+from impls.contract.tunable import ParameterSettings, Setting, Tunable, TuningParameter
 from reports.records.measurement import Measurement
 
 
 @dataclasses.dataclass(frozen=True)
-class KnobChoice:
-    """Result of tuning one knob.
+class ParameterChoice:
+    """Result of tuning one parameter.
 
     Attributes:
-      knob: name of the knob.
+      parameter: name of the parameter.
       setting: the chosen setting.
       before: the setting that was in force before tuning.
       measurements: the measurement of each candidate, including the setting that was in force.
     """
 
-    knob: str
+    parameter: str
     setting: Setting
     before: Setting
     measurements: list[Measurement]
@@ -63,14 +63,14 @@ class TuningResult:
 
     Attributes:
       case: the case.
-      settings: the settings of all knobs after tuning, by name of the knob.
-      choices: the result of each knob that was tuned.
-      interrupted: whether Ctrl-C left some knobs untuned.
+      settings: the settings of all parameters after tuning, by name of the parameter.
+      choices: the result of each parameter that was tuned.
+      interrupted: whether Ctrl-C left some parameters untuned.
     """
 
     case: Case
-    settings: KnobSettings
-    choices: tuple[KnobChoice, ...]
+    settings: ParameterSettings
+    choices: tuple[ParameterChoice, ...]
     interrupted: bool = False
 
 
@@ -81,35 +81,35 @@ def tune_by_time(
     limits: TimingLimits,
     tolerances: Tolerances,
     *,
-    knobs: Sequence[Knob],
+    parameters: Sequence[TuningParameter],
     on_step: Callable[[str], None] = lambda text: None,
-    on_choice: Callable[[KnobChoice], None] = lambda choice: None,
+    on_choice: Callable[[ParameterChoice], None] = lambda choice: None,
 ) -> TuningResult:
-    """Tune `knobs` one after the other on one case.
+    """Tune `parameters` one after the other on one case.
 
     Args:
       implementation: the implementation to tune.
-      tunable: the implementation's declaration of knobs.
+      tunable: the implementation's declaration of parameters.
       case: the case to time the implementation on.
-      limits: largest number of rounds of each knob's last stage, and of seconds of timing over all knobs.
+      limits: largest number of rounds of each parameter's last stage, and of seconds of timing over all parameters.
       tolerances: limits of the checks, to check the results of candidates.
-      knobs: the knobs to tune, in order. A knob without candidates for the case keeps its setting.
+      parameters: the parameters to tune, in order. A parameter without candidates for the case keeps its setting.
       on_step: function that is called with a description of each step, for the progress display.
-      on_choice: function that is called with the result of each knob.
+      on_choice: function that is called with the result of each parameter.
     """
     settings = dict(tunable.settings(case))
-    choices: list[KnobChoice] = []
+    choices: list[ParameterChoice] = []
     left = limits.seconds
     try:
         on_step(f"drawing the operands of {case.id}")
         drawn = DrawnCase.of(case, tolerances)
-        asked = [(knob, tried) for knob in knobs if (tried := tuple(knob.candidates(case)))]
-        for position, (knob, tried) in enumerate(asked):
+        asked = [(one, tried) for one in parameters if (tried := tuple(one.candidates(case)))]
+        for position, (parameter, tried) in enumerate(asked):
             share = dataclasses.replace(limits, seconds=left / (len(asked) - position))
             started = time.perf_counter()
-            choice = _tune_knob(implementation, tunable, settings, knob, tried, drawn, share, on_step)
+            choice = _tune_parameter(implementation, tunable, settings, parameter, tried, drawn, share, on_step)
             left = max(0.0, left - (time.perf_counter() - started))
-            settings[knob.name] = choice.setting
+            settings[parameter.name] = choice.setting
             choices.append(choice)
             on_choice(choice)
     except KeyboardInterrupt:
@@ -117,34 +117,34 @@ def tune_by_time(
     return TuningResult(case, settings, tuple(choices))
 
 
-def _tune_knob(
+def _tune_parameter(
     implementation: Implementation,
     tunable: Tunable,
-    settings: KnobSettings,
-    knob: Knob,
+    settings: ParameterSettings,
+    parameter: TuningParameter,
     tried: Sequence[Setting],
     drawn: DrawnCase,
     limits: TimingLimits,
     on_step: Callable[[str], None],
-) -> KnobChoice:
-    """Tune one knob: compare the setting in force with the settings in `tried`; `settings` has those of other knobs."""
-    before = settings[knob.name]
+) -> ParameterChoice:
+    """Tune one parameter: compare the setting in force with those in `tried`, at the `settings` of other parameters."""
+    before = settings[parameter.name]
     candidates = {
-        f"{implementation.name} {format_setting(knob.name, setting)}": setting for setting in (before, *tried)
+        f"{implementation.name} {format_setting(parameter.name, setting)}": setting for setting in (before, *tried)
     }
     variants = {
         name: dataclasses.replace(
-            implementation, name=name, call=tunable.call({**settings, **knob.given, knob.name: setting})
+            implementation, name=name, call=tunable.call({**settings, **parameter.given, parameter.name: setting})
         )
         for name, setting in candidates.items()
     }
     entrants: dict[str, Entrant] = {}
     found: dict[str, Measurement] = {}
-    for name, entered in _iter_entrants(variants, drawn, knob.phase, on_step):
+    for name, entered in _iter_entrants(variants, drawn, parameter.phase, on_step):
         if isinstance(entered, Measurement):
             found[name] = entered
         elif not entered.finding.agrees:
-            found |= _time_candidates({name: entered}, drawn, knob.phase, 1, limits.seconds, on_step)
+            found |= _time_candidates({name: entered}, drawn, parameter.phase, 1, limits.seconds, on_step)
         else:
             entrants[name] = entered
     current = next(iter(candidates))
@@ -152,14 +152,16 @@ def _tune_knob(
         list(entrants),
         current,
         lambda names, rounds, seconds: _time_candidates(
-            {name: entrants[name] for name in names}, drawn, knob.phase, rounds, seconds, on_step
+            {name: entrants[name] for name in names}, drawn, parameter.phase, rounds, seconds, on_step
         ),
         limits,
     )
     entrants.clear()
     forget_programs()
     rows = found | timed
-    return KnobChoice(knob.name, candidates[chosen], before, [rows[name] for name in candidates if name in rows])
+    return ParameterChoice(
+        parameter.name, candidates[chosen], before, [rows[name] for name in candidates if name in rows]
+    )
 
 
 def _iter_entrants(
@@ -229,9 +231,9 @@ def _is_faster(measurement: Measurement) -> bool:
     return measurement.speed is not None and measurement.speed.lower > 1
 
 
-def format_setting(knob: str, setting: Setting) -> str:
-    """Format a candidate's name from the name of its knob and its setting: `forward block_q=128 block_kv=64`."""
-    return f"{knob} {' '.join(f'{name}={value}' for name, value in setting.items())}"
+def format_setting(parameter: str, setting: Setting) -> str:
+    """Format a candidate's name from the name of its parameter and its setting: `forward block_q=128 block_kv=64`."""
+    return f"{parameter} {' '.join(f'{name}={value}' for name, value in setting.items())}"
 
 
 def _time_candidates(

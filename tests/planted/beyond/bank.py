@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reports.records import FAIL
 from tests.bank import PlantedBug
-from tests.bank.examination import Kill
+from tests.bank.examination import Detection
 from tests.planted.beyond import (
     argument_bugs,
     borders,
@@ -59,12 +59,15 @@ _MODULES = (
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
 
 # Check, observable and case, and the level where that is not `quick`. For bugs that are not seen: the reason.
-_KILLS: dict[str, list[str] | str] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
+_FILE = Path(__file__).with_name("detections.json")
+_DETECTIONS: dict[str, list[str] | str] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 # By which check, observable and case each was seen, of those that were seen.
-SEEN = {name: {kill[0]: Kill(kill[1], kill[2], FAIL, None)} for name, kill in _KILLS.items() if isinstance(kill, list)}
+SEEN = {
+    name: {one[0]: Detection(one[1], one[2], FAIL, None)} for name, one in _DETECTIONS.items() if isinstance(one, list)
+}
 # At which level each was seen.
-LEVELS = {name: kill[3] if len(kill) > 3 else "quick" for name, kill in _KILLS.items() if isinstance(kill, list)}
+LEVELS = {name: one[3] if len(one) > 3 else "quick" for name, one in _DETECTIONS.items() if isinstance(one, list)}
 # Those that were judged at `quick` for half a minute of processor time, or to the end, and were not seen. What
 # `standard` asks beyond that and could see them was asked too.
-UNSEEN = tuple(name for name, kill in _KILLS.items() if isinstance(kill, str))
+UNSEEN = tuple(name for name, one in _DETECTIONS.items() if isinstance(one, str))

@@ -167,9 +167,9 @@ def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise
     found += [make_record(BASE.replace("s0", "s1"), "calls", "dq.odd", FAIL)]
     sinks, precision, gradients = sorted(
         root_causes.find_root_causes([*make_records(wrong), *found]),
-        key=lambda one: (one.kind, one.question[0] == "ensemble"),
+        key=lambda one: (one.kind, one.located_by[0] == "ensemble"),
     )
-    assert (name_levels(sinks), sinks.question[0]) == (["sinks"], "forward")
+    assert (name_levels(sinks), sinks.located_by[0]) == (["sinks"], "forward")
     assert finding_text.format_title(precision).startswith("out is less precise than a correct kernel's in ")
     assert {one.check for one in precision.records} == {"ensemble"}
     assert (gradients.kind, name_levels(gradients)) == (GRADIENTS, ["bias"])
@@ -344,12 +344,12 @@ def test_more_records_of_the_same_results_are_no_more_work(monkeypatch: pytest.M
     assert count_work(13) == count_work(1) > 0
 
 
-def test_no_contender_pushes_the_findings_of_another_out() -> None:
+def test_no_implementation_pushes_the_findings_of_another_out() -> None:
     many = [make_record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
     found = root_causes.find_root_causes([*many, make_record(BASE, verdict=FAIL, implementation="other")])
     texts = [finding_text.describe_finding(number, finding) for number, finding in enumerate(found, 1)]
     shown, hidden, failures = finding_text.choose_foremost(texts, 3)
-    assert [text.finding.contender.implementation for text in shown] == ["kernel", "kernel", "other"]
+    assert [text.finding.implementation.name for text in shown] == ["kernel", "kernel", "other"]
     assert [text.number for text in shown] == [1, 2, 21]
     assert hidden == failures == 18
 

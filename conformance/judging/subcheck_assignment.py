@@ -1,17 +1,18 @@
-"""Assign rotations: at level `quick`, choose the costly questions that checks ask of each case of a grid.
+"""Assign costly subchecks: at level `quick`, choose which of them run on each case of a grid.
 
 Nearly all of the cost is compilation, and there are many cases. So each case gets only one alternative of each costly
-question:
+subcheck:
 
 - one of the two calls (with or without residuals) is differentiated, with one of the partial cotangents;
 - one of the laws of attention is checked;
 - one of NaN and the infinities is put where nothing may read it (`poison`);
 - one case in four gets NaN in a key that queries attend to;
-- one case in four merges parts: attention over pieces of the cache.
+- one case in four merges partial results: attention over pieces of the cache.
 
 Each alternative is assigned to as many cases as any other: in all, with each level of each axis, and with each
-alternative of the other questions, as far as possible (`cases.balanced_assignment`). Cases that share compiled programs
-get the same alternative where it has to be compiled: the call that is differentiated, and whether parts are merged.
+alternative of the other subchecks, as far as possible (`cases.balanced_assignment`). Cases that share compiled programs
+get the same alternative where it has to be compiled: the call that is differentiated, and whether partial results are
+  merged.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from cases.balanced_assignment import assign
 from cases.case import Case
 from cases.covering_array import Row
 from cases.grid import Grid
-from conformance.check_api.rotation import (
-    FULL_ROTATION,
+from conformance.check_api.subchecks import (
+    ALL_SUBCHECKS,
     LAWS,
     PARTIAL_COTANGENTS,
     POISONS,
     PULLBACKS,
-    Rotation,
+    Subchecks,
     list_partial_cotangents,
     list_pullbacks,
 )
 from impls.contract.implementation import Implementation
 
 _QUARTERS = range(4)
-"""Four alternatives, of which each case gets one. A quarter of all cases gets the first one: these merge parts, say."""
+"""Four alternatives, of which each case gets one. A quarter of all cases gets the first one, such as a merge."""
 
 Alternative = TypeVar("Alternative")
 
 
-def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
-    """Return the rotation of each case of the grid.
+def assign_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Subchecks]:
+    """Return the costly subchecks of each case of the grid.
 
-    The plainest case has the full rotation: checks ask it all questions. Another seed gives other rotations.
+    The plainest case gets all subchecks. Another seed gives other selections.
     """
     plainest = grid.singles[:1]
     rows = {
@@ -53,15 +54,15 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
         for case, row in zip(grid.cases, grid.rows, strict=True)
         if case not in plainest
     }
-    assigner = _RotationAssigner(rows, seed)
+    assigner = _SubcheckAssigner(rows, seed)
     pullbacks = assigner.assign(PULLBACKS, lambda case: list_pullbacks(implementation, case), share=True)
     merges = assigner.assign(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)
     cotangents = assigner.assign(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pullbacks[case]))
     laws = assigner.assign(LAWS, lambda case: LAWS)
     poisons = assigner.assign(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
     visible = assigner.assign(_QUARTERS, lambda case: _QUARTERS)
-    rotations = {
-        case: Rotation(
+    selections = {
+        case: Subchecks(
             pullbacks=pullbacks[case],
             cotangents=cotangents[case],
             laws=laws[case],
@@ -71,25 +72,25 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
         )
         for case in rows
     }
-    return {case: rotations.get(case, FULL_ROTATION) for case in grid.cases}
+    return {case: selections.get(case, ALL_SUBCHECKS) for case in grid.cases}
 
 
-def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
-    """Return the rotation of each case of the grid of sizes.
+def assign_size_subchecks(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Subchecks]:
+    """Return the costly subchecks of each case of the grid of sizes.
 
     One call is differentiated, with a random cotangent, and huge numbers are the only poison. Laws, other poisons and
     visible NaN depend on features more than on sizes, so they are left to the grid of features.
     """
     return {
-        case: dataclasses.replace(rotation, cotangents=(), laws=(), poisons=(), visible_nan=False)
-        for case, rotation in assign_rotations(implementation, grid, seed).items()
+        case: dataclasses.replace(selection, cotangents=(), laws=(), poisons=(), visible_nan=False)
+        for case, selection in assign_subchecks(implementation, grid, seed).items()
     }
 
 
-class _RotationAssigner:
-    """Assign the alternatives of one question after another to cases.
+class _SubcheckAssigner:
+    """Assign the alternatives of one subcheck after another to cases.
 
-    For later questions, the alternatives that a question assigned are an axis that is balanced like the grid's axes.
+    For later subchecks, the alternatives that a subcheck assigned are an axis that is balanced like the grid's axes.
     """
 
     def __init__(self, rows: dict[Case, Row], seed: int) -> None:
@@ -107,7 +108,7 @@ class _RotationAssigner:
         """Assign to each case one of the alternatives that are possible for it, as a tuple; empty if none is possible.
 
         Args:
-          alternatives: all alternatives of the question.
+          alternatives: all alternatives of the subcheck.
           possible: returns the alternatives that are possible for a case.
           share: whether cases that share compiled programs get the same alternative.
         """

@@ -1,6 +1,7 @@
-"""Define clues: numbers found in a kernel at which its behaviour may change, and the sizes near them to test.
+"""Define code numbers: numbers found in a kernel at which its behaviour may change, and the sizes near them to test.
 
-The command `explore` finds clues in a kernel's source and compiled program. `case_strategies` draws sizes near them.
+The command `explore` finds code numbers in a kernel's source and compiled program. `case_strategies` draws sizes near
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LEAST, _MOST = 1e-3, 1e5
 
 
 @dataclasses.dataclass(frozen=True)
-class Clues:
+class CodeNumbers:
     """The numbers found in a kernel, the most promising first.
 
     Attributes:
@@ -68,13 +69,13 @@ class Clues:
 
     @functools.cached_property
     def levels(self) -> tuple[float, ...]:
-        """Numbers below, at and above each clue, to be used for soft caps and scales."""
+        """Numbers below, at and above each code number, to be used for soft caps and scales."""
         found = [*self.floats, *map(float, self.integers)]
         beside = (float(f"{x * by:.6g}") for x in found for by in _LEVELS if _LEAST < x < _MOST)
         return tuple(sorted(set(beside)))
 
     def describe_size(self, size: int) -> str:
-        """Describe a size by the clue that it is near: `128` or `2*128+1`; empty if it is near none."""
+        """Describe a size by the code number that it is near: `128` or `2*128+1`; empty if it is near none."""
         for c, n, d in itertools.product(self.integers, _TIMES, _BESIDE):
             if size == c * n + d:
                 return (f"{n}*" if n > 1 else "") + f"{c}" + (f"{d:+d}" if d else "")
@@ -88,4 +89,4 @@ class Clues:
         return "; ".join(parts) or "none"
 
 
-NO_CLUES = Clues()
+NO_CODE_NUMBERS = CodeNumbers()

@@ -1,8 +1,7 @@
-"""Define rotations: the selection of costly parts of checks that run on one case.
+"""Define which costly subchecks run on one case.
 
-Some parts of checks need programs of their own to be compiled, for example the gradients for another cotangent. At the
-level `quick` such parts rotate over the cases of the grid: each case gets some of them.
-`conformance.judging.rotation_assignment` assigns them.
+Some subchecks need programs of their own to be compiled, for example the gradients for another cotangent. At the level
+`quick` each case of the grid gets only some of them. `conformance.judging.subcheck_assignment` assigns them.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ POISONS: tuple[Poison, ...] = get_args(Poison)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """The costly parts of checks that run on one case; by default all of them.
+class Subchecks:
+    """The costly subchecks that run on one case; by default all of them.
 
     Attributes:
       pullbacks: the calls that are differentiated.
@@ -38,7 +37,7 @@ class Rotation:
       laws: the law checks that run.
       poisons: the non-finite values that the check `poison` uses. It always uses huge numbers too.
       visible_nan: whether NaN is put into a key that queries attend to.
-      merges: whether parts over pieces of the cache are merged and compared.
+      merges: whether partial results over pieces of the cache are merged and compared.
     """
 
     pullbacks: tuple[Pullback, ...] = PULLBACKS
@@ -49,7 +48,7 @@ class Rotation:
     merges: bool = True
 
 
-FULL_ROTATION = Rotation()
+ALL_SUBCHECKS = Subchecks()
 
 
 def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:

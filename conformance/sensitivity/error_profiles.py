@@ -1,10 +1,10 @@
-"""Measure the signature of a kernel: how large its errors are on a fixed set of cases (`cases.signature_cases`).
+"""Measure the error profile of a kernel: how large its errors are on fixed cases (`cases.error_profile_cases`).
 
-A signature has an entry for each supported case and each judged result of the case (`out`, `dq`, ...). The entry is
-None if the result is right. Otherwise it is the base-10 logarithm of the ratio, which is the error in units of the
-bound. Two kernels with the same mistake have the same signature. So the planted bug with the most similar signature
-shows what may be wrong with a kernel (`conformance.sensitivity.diagnosis`). The signatures of planted bugs are stored
-in `failure_signatures.json`.
+An error profile has an entry for each supported case and each judged result of the case (`out`, `dq`, ...). The entry
+is None if the result is right. Otherwise it is the base-10 logarithm of the ratio, which is the error in units of the
+bound. Two kernels with the same mistake have the same error profile. So the planted bug with the most similar error
+profile shows what may be wrong with a kernel (`conformance.sensitivity.diagnosis`). The error profiles of planted bugs
+are stored in `error_profiles.json`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases.signature_cases import SIGNATURE_CASES
-from conformance.check_api.rotation import PULLBACKS, Rotation
+from cases.error_profile_cases import ERROR_PROFILE_CASES
+from conformance.check_api.subchecks import PULLBACKS, Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from impls.contract.implementation import Implementation
 from reports.records import ERROR, JUDGED, RED, Record
 
 SCHEMA = "attention-conformance/signatures/1"
-FILE = Path(__file__).with_name("failure_signatures.json")
+FILE = Path(__file__).with_name("error_profiles.json")
 
 # Differentiate only the call without residuals, which every kernel supports. Cases with the check `gradients_lse` also
 # differentiate the call that returns residuals.
-_PLAIN_ROTATION = Rotation(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
-_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pullbacks=PULLBACKS)
+_PLAIN_SUBCHECKS = Subchecks(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",), visible_nan=False)
+_BOTH_SUBCHECKS = dataclasses.replace(_PLAIN_SUBCHECKS, pullbacks=PULLBACKS)
 # Logarithms are rounded to multiples of this step, about 1% of a ratio: a kernel that only sums in another order may
 # have a ratio that differs by as much.
 _SIZE_STEP = 0.005
@@ -45,12 +45,12 @@ CHECK_SEPARATOR = "@"
 Sizes = Mapping[str, float | None]
 """The errors of one case, by name of the result: base-10 logarithm of the ratio, or None if the result is right."""
 Element = tuple[str, str]
-"""Key of one result in a signature: id of the case, and name of the result."""
+"""Key of one result in an error profile: id of the case, and name of the result."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Signature:
-    """The errors of a kernel on the signature cases.
+class ErrorProfile:
+    """The errors of a kernel on the error profile cases.
 
     Attributes:
       sizes: by id of a judged case, the size of each result's error (`Sizes`).
@@ -67,34 +67,37 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnownBug:
-    """A planted bug with its measured signature; the other fields are copied from `PlantedBug`."""
+    """A planted bug with its measured error profile; the other fields are copied from `PlantedBug`."""
 
     name: str
     family: str
     kind: str
     reference: str
-    signature: Signature
+    profile: ErrorProfile
 
 
-def iter_signature_jobs(implementation: Implementation) -> Iterator[Job]:
-    """Yield the jobs (a case with its checks) that measure the signature of a kernel; unsupported cases are skipped."""
-    for signature_case in SIGNATURE_CASES:
-        if implementation.supports(signature_case.case) is None:
-            turn = _BOTH_ROTATION if "gradients_lse" in signature_case.checks else _PLAIN_ROTATION
+def iter_profile_jobs(implementation: Implementation) -> Iterator[Job]:
+    """Yield the jobs (a case with its checks) that measure a kernel's error profile; unsupported cases are skipped."""
+    for profile_case in ERROR_PROFILE_CASES:
+        if implementation.supports(profile_case.case) is None:
+            selection = _BOTH_SUBCHECKS if "gradients_lse" in profile_case.checks else _PLAIN_SUBCHECKS
             yield Job(
-                implementation, signature_case.case, tuple(CHECKS_BY_NAME[name] for name in signature_case.checks), turn
+                implementation,
+                profile_case.case,
+                tuple(CHECKS_BY_NAME[name] for name in profile_case.checks),
+                selection,
             )
 
 
-def build_signature(records: Iterable[Record]) -> Signature:
-    """Build a kernel's signature from the records of `iter_signature_jobs`; other records are ignored."""
-    checks = {signature_case.case.id: signature_case.checks for signature_case in SIGNATURE_CASES}
+def build_profile(records: Iterable[Record]) -> ErrorProfile:
+    """Build a kernel's error profile from the records of `iter_profile_jobs`; other records are ignored."""
+    checks = {profile_case.case.id: profile_case.checks for profile_case in ERROR_PROFILE_CASES}
     by_case: dict[str, list[Record]] = {}
     for record in records:
         if record.check in checks.get(record.case, ()):
             by_case.setdefault(record.case, []).append(record)
     sizes = {case: _compute_sizes(case_records) for case, case_records in by_case.items()}
-    return Signature({case: case_records for case, case_records in sizes.items() if case_records})
+    return ErrorProfile({case: case_records for case, case_records in sizes.items() if case_records})
 
 
 def _compute_sizes(records: Iterable[Record]) -> dict[str, float | None]:
@@ -124,10 +127,10 @@ def _compute_size(record: Record) -> float:
     return round(round(math.log10(max(record.ratio, 1.0)) / _SIZE_STEP) * _SIZE_STEP, 3)
 
 
-def load_signatures(path: Path = FILE) -> list[KnownBug]:
-    """Load the stored signatures of planted bugs; empty if the file does not exist.
+def load_profiles(path: Path = FILE) -> list[KnownBug]:
+    """Load the stored error profiles of planted bugs; empty if the file does not exist.
 
-    Cases that are no longer signature cases are dropped.
+    Cases that are no longer error profile cases are dropped.
 
     Raises:
       ValueError: if the file has another schema.
@@ -137,18 +140,16 @@ def load_signatures(path: Path = FILE) -> list[KnownBug]:
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if table.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {table.get('schema')!r}, must be {SCHEMA!r}")
-    present = {one.case.id for one in SIGNATURE_CASES}
+    present = {one.case.id for one in ERROR_PROFILE_CASES}
     case_ids = [case if case in present else None for case in table["cases"]]
     return [
-        KnownBug(
-            name=name, family=family, kind=kind, reference=reference, signature=_unpack_signature(packed, case_ids)
-        )
+        KnownBug(name=name, family=family, kind=kind, reference=reference, profile=_unpack_profile(packed, case_ids))
         for name, family, kind, reference, packed in table["bugs"]
     ]
 
 
-def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | None]) -> Signature:
-    """Convert a row of the file back to a signature; as `tests.bank.signatures_command` packs it.
+def _unpack_profile(packed: Mapping[str, list[int]], case_ids: Sequence[str | None]) -> ErrorProfile:
+    """Convert a row of the file back to an error profile; as `tests.bank.error_profiles_command` packs it.
 
     Cases that no longer exist have no id, and are left out.
     """
@@ -156,7 +157,7 @@ def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | 
     for words, numbers in packed.items():
         parsed = _parse_sizes(words)
         sizes |= {case: parsed for number in numbers if (case := case_ids[number]) is not None}
-    return Signature(sizes)
+    return ErrorProfile(sizes)
 
 
 @functools.lru_cache(maxsize=1 << 14)

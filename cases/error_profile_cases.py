@@ -1,4 +1,4 @@
-"""List the fixed cases on which a kernel's errors are measured as its signature, to compare it with planted bugs.
+"""List the fixed cases on which a kernel's errors are measured as its error profile, to compare it with planted bugs.
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
 compute the same wrong thing therefore have the same ratio of error to bound, however different they are inside. The
@@ -16,7 +16,7 @@ from cases.storage_forms.form_cases import load_all_form_cases
 
 
 @dataclasses.dataclass(frozen=True)
-class SignatureCase:
+class ErrorProfileCase:
     """A case and the names of the checks that run on it. A check runs where it reveals what no other case reveals."""
 
     case: Case
@@ -34,8 +34,8 @@ _SAVED = ("residuals",)
 _LSE = ("residuals", "gradients_lse")
 _BEHIND = ("residuals", "poison")
 
-SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
-    SignatureCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
+ERROR_PROFILE_CASES: tuple[ErrorProfileCase, ...] = tuple(
+    ErrorProfileCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
         # The first case is attention without a feature. The others have features that every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),
@@ -95,7 +95,7 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         (f"train/f32/{_ONE}/window-l63-r15/softcap2/score-rows/normal", ()),
         ("train/f32/B1.T128.S384.N2.K2.H64.V64/causal/scale0.3/score-cap/normal", ()),
         (f"decode/f32/{_STEP}/lengths-101-200/score-relative/normal", ()),
-        *(case for form in load_all_form_cases().values() for case in form.signature_cases),
+        *(case for form in load_all_form_cases().values() for case in form.error_profile_cases),
     )
 )
-"""All signature cases, in the order in which they run."""
+"""All error profile cases, in the order in which they run."""

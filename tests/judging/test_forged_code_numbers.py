@@ -1,4 +1,4 @@
-"""Test that clues from a kernel's process are checked, since a kernel can forge them."""
+"""Test that code numbers from a kernel's process are checked, since a kernel can forge them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cases.case_space.clue_numbers import Clues
+from cases.case_space.code_numbers import CodeNumbers
 from conformance import cli
 from conformance.execution import implementation_registry
 from conformance.judging import explorer
@@ -22,7 +22,7 @@ from conformance.execution import kernel_constants
 class Forged:
     integers, floats, in_source = ["many"], [], frozenset()
 
-kernel_constants.find_clues = lambda implementation: Forged
+kernel_constants.find_code_numbers = lambda implementation: Forged
 
 def attention(q, k, v): return q
 """
@@ -46,7 +46,7 @@ def set_answer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     [
         None,
         3,
-        "clues",
+        "code numbers",
         [],
         ([], []),
         ([3.5], [], []),
@@ -68,23 +68,23 @@ def set_answer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         RecursionError("too deep"),
     ],
 )
-def test_forged_clues_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_code_numbers_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_answer(monkeypatch, answer)
-    with pytest.raises(explorer.InvalidClues) as raised:
-        explorer._request_clues(implementation_registry.find_implementation("dot_product"))
+    with pytest.raises(explorer.InvalidCodeNumbers) as raised:
+        explorer._request_code_numbers(implementation_registry.find_implementation("dot_product"))
     assert "dot_product" in str(raised.value)
     assert str(raised.value).isprintable()
 
 
-def test_clues_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_numbers_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> None:
     set_answer(monkeypatch, ([], [], []))
-    assert not explorer._request_clues(implementation_registry.find_implementation("dot_product"))
+    assert not explorer._request_code_numbers(implementation_registry.find_implementation("dot_product"))
     set_answer(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
-    found = explorer._request_clues(implementation_registry.find_implementation("dot_product"))
-    assert found == Clues((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
+    found = explorer._request_code_numbers(implementation_registry.find_implementation("dot_product"))
+    assert found == CodeNumbers((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
 
 
-def test_explore_ends_at_forged_clues(
+def test_explore_ends_at_forged_code_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
