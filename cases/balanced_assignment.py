@@ -33,7 +33,6 @@ def assign(
     Args:
       levels: for each case, its level on each axis.
       allowed: for each case, the alternatives that it can take; empty if the choice has no meaning for it.
-      count: how many alternatives there are.
       together: a label for each case. Cases with the same label take the same alternative, which all of them must be
         able to take. By default each case has its own label.
       first: the alternative that is preferred where several are equally good. Another one gives another assignment that

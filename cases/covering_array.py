@@ -47,9 +47,6 @@ def build_rows(
     """Build rows that cover every feasible combination of `strength` levels.
 
     Args:
-      sizes: the number of levels of each axis.
-      strength: how many axes a combination has.
-      feasible: the constraints.
       start: rows that exist already; they are part of the result.
       cheap: index of the cheap axis. Rows preferably differ on it, rather than on another axis.
 

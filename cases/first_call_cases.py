@@ -19,7 +19,6 @@ def select_first_call_cases(
 
     Args:
       plainest: the plainest supported case; empty if no case is supported.
-      supports: a function that returns why a case is not supported, or None if it is.
     """
     if not plainest or plainest[0].storage is not None:  # a storage layout fixes the lengths
         return tuple(plainest[:1])

@@ -81,14 +81,7 @@ class Grid:
 def build_grid(
     level: str, seed: int, supports: Supports = lambda case: None, model: Model = feature_model.MODEL
 ) -> Grid:
-    """Build the grid at `level` for an implementation.
-
-    Args:
-      level: `quick`, `standard` or `deep`.
-      seed: the seed of the cases.
-      supports: returns why a case is not supported, or None if it is.
-      model: the axes and levels that the array covers.
-    """
+    """Build the grid at `level` for an implementation."""
     support = _Support(supports, seed, model)
     matrix = support.build_matrix()
     rows, coverage = _build_rows(min(STRENGTH[level], model.strongest), matrix, model)

@@ -46,8 +46,6 @@ def validate_positive_number(name: str, x: Any, *, none: str) -> None:
     """Raise unless `x` is a positive, finite number that is known before tracing.
 
     Args:
-      name: name of the operand.
-      x: its value.
       none: what None means for this operand; messages say it.
 
     Raises:

@@ -122,10 +122,6 @@ def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, 
 
     Args:
       level: name of the score function, one of `LEVELS`.
-      num_q_heads: number of query heads.
-      q_length: number of queries.
-      kv_length: number of keys.
-      spread: standard deviation of the logits.
 
     Raises:
       ValueError: if there is no such score function.

@@ -231,7 +231,6 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     """Run a parsed command, and return its exit code.
 
     Args:
-      arguments: the parsed arguments.
       last: whether the process ends after this command.
     """
     with interrupts.record_signals():

@@ -25,11 +25,7 @@ _ENDED_NOTE = b"note: the server of `python -m conformance serve` has ended; thi
 
 
 def run_in_server(arguments: Sequence[str]) -> int | None:
-    """Run the command in a server, and return its exit code; None if there is no server for this command.
-
-    Args:
-      arguments: the command line, with the program's name first.
-    """
+    """Run the command in a server, and return its exit code; None if there is no server for this command."""
     if not (command_server.is_supported() and arguments[1:2] and arguments[1] in _SERVED_COMMANDS):
         return None
     if "--help" in arguments or "-h" in arguments:

@@ -31,11 +31,7 @@ class TemporaryFolder:
     """
 
     def __init__(self, purpose: str) -> None:
-        """Create and lock the folder, and remove folders that killed processes have left.
-
-        Args:
-          purpose: a word for the folder's name.
-        """
+        """Create and lock the folder, and remove folders that killed processes have left."""
         remove_abandoned_folders()
         while True:
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", suffix=_SUFFIX)

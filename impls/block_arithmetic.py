@@ -84,9 +84,6 @@ def multiply_tiles(
     """Multiply two tiles in f32, contracting axis `over[0]` of `a` with axis `over[1]` of `b`.
 
     Args:
-      a: a tile.
-      b: a tile of the same dtype.
-      over: the axes that are contracted.
       exact: whether f32 is multiplied exactly, and not as the chip does by default.
       widen: whether bf16 is converted to f32 first, for interpreters. The result is the same, since a product of two
         bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.

@@ -188,8 +188,6 @@ def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str
     """Return the kind of change for a judgement that the new run has, or None if nothing changed.
 
     Args:
-      old: record of the judgement in the old run, or None.
-      new: record of the judgement in the new run.
       reasons: the reasons that the old run gives for cases that it did not judge.
     """
     if new.verdict in RED:
@@ -214,7 +212,6 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
     """Return the kind of change for a judgement that the new run lacks, or None if the old run did not judge it.
 
     Args:
-      old: record of the judgement in the old run.
       without_judgement: a record of the new run with the reason why the case was not judged, or None.
       asked: whether the new run planned this check of this case; true if its plan is unknown.
     """

@@ -88,8 +88,6 @@ def print_comparison(found: Comparison, console: Console, *, lists_all: bool = F
     """Print the changes between two runs, then one sentence that sums them up.
 
     Args:
-      found: the comparison.
-      console: to print to.
       lists_all: whether each changed judgement is printed, by check and result, in place of the causes.
     """
     if lists_all:

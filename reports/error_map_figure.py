@@ -52,12 +52,7 @@ _SHADE_TEXT = {
 
 
 def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
-    """Render the drawings of an error map side by side, and a legend of their shades.
-
-    Args:
-      error_map: the errors to draw. If it has a mask, the mask gets a drawing too.
-      level: the level of the drawings' headings, 4 for `<h4>`.
-    """
+    """Render the drawings of an error map side by side, and a legend of their shades."""
     panels = [_render_mask(error_map, level)] if error_map.mask and error_map.marks else []
     panels.append(_render_cells(error_map, level))
     used = set("".join((*error_map.cells, error_map.marks)))
@@ -122,12 +117,9 @@ def _render_panel(
     """Render one drawing with its heading and the names of its axes.
 
     Args:
-      title: the heading, and the label of the drawing.
-      lines: the rows of the drawing, with one shade character for each cell.
       axes: names of the vertical and the horizontal axis.
       shape: how many elements each axis has.
       blocks: how many elements a block has along each axis; 0 where that is not known.
-      level: the level of the heading, 4 for `<h4>`.
     """
     columns = max(map(len, lines), default=0)
     if not lines or not columns:

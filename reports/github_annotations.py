@@ -68,7 +68,6 @@ def annotate_records(
     An unexpected pass becomes a warning, and every other finding an error.
 
     Args:
-      records: the records of a run.
       find_place: finds the line of the user's code that raised a record's error.
       probes: records of further cases, which were judged to confirm findings.
       diagnoses: the planted bugs that findings resemble, by the key of the finding.
@@ -83,8 +82,6 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
     """Build annotations for the regressions in a comparison of two runs.
 
     Args:
-      found: the comparison.
-      find_place: finds the line of the user's code that raised a record's error.
       without_failures: leave out new failures, which `annotate_records` annotates already.
     """
     failures: list[Annotation] = []

@@ -81,12 +81,7 @@ class Glossary:
 
 
 def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossary:
-    """Build the glossary of a page.
-
-    Args:
-      checks: the names of the checks that the page shows.
-      meanings: what checks test, by name. Checks without a meaning have no entry.
-    """
+    """Build the glossary of a page."""
     known = {**OTHER_ROWS, **meanings}
     return Glossary(
         checks={

@@ -43,14 +43,7 @@ class RecordFiles:
 
 
 def build_query_command(contender: Contender, kind: str, row: str, files: RecordFiles) -> str:
-    """Build a command that prints the records of a matrix cell, one per line.
-
-    Args:
-      contender: the column of the cell.
-      kind: the kind of the matrix, `feature` or `check`.
-      row: the row of the cell, a feature or a check.
-      files: the files that hold the records.
-    """
+    """Build a command that prints the records of a matrix cell, one per line."""
     conditions = [
         '(.schema|startswith("attention-conformance/record/"))',
         f".implementation=={_quote_json(contender.implementation)}",

@@ -148,9 +148,6 @@ def summarize_function(
     """Summarize the records of one function.
 
     Args:
-      contender: the verdict on the function.
-      records: its records.
-      declared: what it declares below the defaults, in words.
       speed: how fast it was, as `FunctionResult.speed` has it; None if it was not timed.
     """
     keyed = [(f"{feature} {record.dtype}", record) for record in records for feature in list_cell_features(record)]

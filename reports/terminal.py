@@ -51,8 +51,6 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
     The verdict comes last, so that what matters most is next to the shell's prompt.
 
     Args:
-      summary: the summary of the run.
-      console: the console to print to.
       page: path of the HTML page, empty if there is none.
     """
     _print_findings(summary, console, page)

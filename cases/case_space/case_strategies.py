@@ -60,8 +60,6 @@ def draw_cases(
     """Return the strategy of cases of the given phases that `supports` accepts.
 
     Args:
-      supports: returns why a case is not supported, or None if it is.
-      phases: the phases to draw from.
       clues: numbers found in a kernel; sizes, masks, caps and scales near them are drawn too.
 
     Raises:
@@ -211,7 +209,6 @@ def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrat
       of: `heads` or `batch`, which decides the largest count near a clue.
       usual: the largest count that is not near a clue.
       room: the largest count that keeps the case cheap.
-      within: the alternatives to draw from.
     """
     few = st.integers(1, max(1, min(usual, room)))
     beside = within.clues.list_counts(min(_MOST_COUNTED[of], room))

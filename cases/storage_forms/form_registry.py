@@ -34,8 +34,6 @@ def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
     """Parse the part of a case id that names the storage, and check that it fits the sizes of the case.
 
     Args:
-      text: the part of the case id.
-      batch: the number of sequences.
       q_length: the largest number of queries of a sequence.
 
     Raises:
@@ -64,9 +62,6 @@ def find_form(parameters: Sequence[str]) -> StorageForm | None:
     A function that takes latents is recognised by the name of its second parameter. Any other function is recognised by
     its keyword parameters (`StorageForm.marks`). If they match several forms, the form with the fewest marks is taken,
     since its marks are the most specific.
-
-    Args:
-      parameters: the names of the function's parameters, in order.
     """
     for form in FORMS.values():
         if not form.marks and parameters[1:2] == [form.operands[1]]:

@@ -21,10 +21,6 @@ def check_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, ex
     """Raise `ValueError` for sizes or operands that a case of latents cannot have.
 
     Args:
-      text: the storage as the case id writes it, for messages.
-      num_kv_heads: K of the case.
-      head_dim: H of the case.
-      v_head_dim: V of the case.
       extra: the quantised cache or the front end of the case, which latents do not combine with; None if the case has
         neither.
 

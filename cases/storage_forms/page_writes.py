@@ -115,7 +115,6 @@ def build_writing(
     """Build the inputs of a call that writes pages, and the pages that it must return.
 
     Args:
-      problem: the operands, dense.
       seed: the seed of the arbitrary numbers in rows that hold no key or value of the problem.
       finite: whether these arbitrary numbers are finite; otherwise they are NaNs of many bit patterns.
       before: the pages that an earlier call returned. By default, pages are built from the earlier keys of the problem,

@@ -170,8 +170,6 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     A page that is taken again keeps the old keys in the rows that its new owner has not yet written.
 
     Args:
-      case: the case of the whole trace.
-      steps: the steps of the trace.
       sizes: B, T and S of the dense problem of a step.
     """
     assert case.stored is not None

@@ -156,9 +156,6 @@ def draw_sequences(
     """Draw a case with packed queries; Hypothesis shrinks it towards one sequence of one token.
 
     Args:
-      draw: Hypothesis' function that draws from a strategy.
-      form: the name of the storage form.
-      phases: the phases to draw from.
       sizes: the strategy of page sizes; None for a form without a size.
       draw_lengths: returns the strategy of `(queries, keys)` of one sequence, from the phase and the page size.
     """

@@ -92,7 +92,6 @@ def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
 
     Args:
       case: the case of the whole trace, from `build_traces`.
-      whole: the problem of that case.
     """
     assert whole.storage is not None
     left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))

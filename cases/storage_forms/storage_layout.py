@@ -113,9 +113,6 @@ def pack_queries(
 
     Args:
       requests: the rows of the tables, in order.
-      batch: B of the dense problem.
-      q_length: T of the dense problem.
-      max_seqs: the number of rows of the tables.
       total_q: the number of packed queries, padding included.
       seed: the seed of the junk in table entries that no kernel may use.
     """

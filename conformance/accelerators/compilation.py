@@ -59,7 +59,6 @@ def compile_for(
     """Compile a program for one chip, and return measurements of the compiled program by name.
 
     Args:
-      target: the chip.
       function: a jitted function.
       operands: the function's operands in any pytree: arrays, or other objects with a shape and a dtype.
       depths: the head dimensions of keys and of values (H, V), if the program is attention. Observers use them to count

@@ -47,7 +47,6 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
 
     Args:
       seed: seed of the random order in which the parallel dimensions of a TPU kernel's grid run on two cores.
-      platform: `"tpu"` or `"gpu"`.
     """
     kind: Any = _load_tpu().InterpretParams
     options: dict[str, Any] = {

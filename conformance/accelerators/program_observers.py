@@ -59,7 +59,6 @@ class ProgramObserver(Protocol):
         """Return the options and variables that this observer needs; called before each compilation.
 
         Args:
-          target: the chip that the program is compiled for.
           folder: an empty temporary folder for the compiler's files, which is removed after `measure`.
         """
         ...

@@ -68,9 +68,6 @@ def judge_comparison(
 
     Args:
       observable: the name under which the table has the limit.
-      comparison: the result compared with the oracle.
-      dtype: the dtype of the operands.
-      tolerances: the table of limits.
       label: the name in the record, if it differs from `observable`.
       flash: the same gradient compared with the flash backward pass recomputed from the implementation's own residuals.
         It is shown and not judged, since the residuals are judged separately. A small ratio here means that the error

@@ -338,8 +338,6 @@ class Subject:
 
         Args:
           observable: the name under which the table of limits has the limit.
-          got: the result of the implementation.
-          expected: the exact values and their bounds.
           judged: booleans broadcastable to the shape of the result; false elements are ignored. None judges all.
           label: the name in the record, if it differs from `observable`.
           flash: the gradient that the flash backward pass computes from the implementation's own residuals. The ratio

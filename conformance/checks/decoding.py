@@ -113,9 +113,6 @@ def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int
 
     Args:
       whole: exact values and bounds of the single pass, with one batch row for each sequence.
-      step: the step, with the range of queries of each sequence.
-      axis: the axis of queries.
-      shape: the shape of the step's dense result.
     """
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:

@@ -284,11 +284,7 @@ def _compute_discrepancy(
     """Return the central difference of `<gradients, weights>` minus the one that the second derivative predicts.
 
     Args:
-      subject: the subject.
-      cotangent: the cotangent of `out` for the gradients.
       weights: the weights of each gradient, by operand.
-      moved: the name of the operand that is moved.
-      by: the distance by which it is moved, forwards and backwards.
       derivative: the implementation's derivatives of `<gradients, weights>`, by operand.
     """
     value = getattr(subject.problem, moved)

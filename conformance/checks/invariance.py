@@ -198,10 +198,6 @@ def _compare_results(
     """Judge the results of an equivalent computation by those of the usual call, within the bounds of both.
 
     Args:
-      subject: the subject.
-      how: the name of the equivalent computation, for the observable.
-      got: the results of the equivalent computation.
-      whole: the results of the usual call.
       expected: exact values and bounds of `whole`.
       bounds: the bounds of `got`; None if they are those of `whole`.
     """

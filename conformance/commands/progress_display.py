@@ -73,8 +73,6 @@ class RunProgress(_Display):
         """Show the progress of `total` jobs.
 
         Args:
-          total: the number of jobs.
-          console: where to print.
           before: for a continued run, the records of each job that was judged before.
         """
         columns = (
@@ -122,7 +120,6 @@ class ExplorationProgress(_Display):
         """Count one more judged case, which has these records.
 
         Args:
-          judged: the records of the case.
           shrinking: whether the case is a smaller variant of a wrong case.
         """
         if shrinking:

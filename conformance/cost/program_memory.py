@@ -59,9 +59,6 @@ def measure_vmem_bytes(program: str) -> int | None:
     The largest kernel counts, since the kernels of a program run one after the other. VMEM that XLA itself uses, for
     example for small operands, does not count.
 
-    Args:
-      program: text of the compiled program.
-
     Returns:
       the bytes; None if the program has no Pallas kernel, or its text does not contain their sizes.
     """
@@ -95,9 +92,6 @@ class _Instruction:
 
 def measure_live_bytes(program: str) -> int | None:
     """Measure the largest number of bytes of intermediate values that are live at once.
-
-    Args:
-      program: HLO text of the compiled program.
 
     Returns:
       the bytes; None if the instructions in the text are not in scheduled order.
@@ -136,7 +130,6 @@ def _assign_buffers(
     """Find the buffers that may hold each array of an instruction's result, and add new buffers to `sizes`.
 
     Args:
-      line: the instruction.
       places: by name of an earlier value, the possible buffers of each of its arrays.
       sizes: by name of a buffer, its bytes.
     """

@@ -70,7 +70,6 @@ def build_implementation(
 
     Args:
       function: the function, possibly decorated with `declare`.
-      name: the name of the implementation in reports.
       products: overrides the declared precision of products of f32 operands.
 
     Raises:

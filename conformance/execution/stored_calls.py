@@ -205,8 +205,6 @@ class StoredCall:
           padding: the zeros of `add_padding`, if padding is to have gradients.
           kv_scales: the scales of k and of v: an array `[B, S, K]` for each, with a scale per token, or one number for
             each.
-          save_residuals: whether to return residuals too.
-          options: all other keywords of the call.
 
         Raises:
           WrongReturn: if the call does not return arrays of the right shapes.
@@ -306,8 +304,6 @@ class StoredCall:
         """Gather a result for stored queries, `[*rows, N, ...]`, into its dense form `[B, T, N, ...]`.
 
         Args:
-          name: the name of the result, for messages.
-          x: the result for the stored queries.
           shape: the shape that `x` must have.
           places: the index of the stored query for each dense query, `[B, T]`; `NOBODY` if there is none.
           absent: the value of the result for dense queries without a stored query.

@@ -36,9 +36,6 @@ def build_workload_implementation(
 
     Args:
       found: the function, possibly decorated with `conformance.declare`.
-      name: the name of the implementation in reports.
-      problem: the name of the problem.
-      products: overrides the declared precision of products of f32 operands.
 
     Raises:
       NotAnAttentionFunction: if `found` is not a function.

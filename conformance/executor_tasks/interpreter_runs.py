@@ -24,8 +24,6 @@ def run_programs(
     """Run programs with one seed of the interpreter, in order, and end after a program that the interpreter stops.
 
     Args:
-      executor: runs the implementation.
-      problem: the operands.
       seed: determines the order in which the program instances of the kernel's grid run.
       programs: the programs to run: the call without residuals, the call with residuals, or the gradients of one.
       cotangents: the cotangent for each program that computes gradients.

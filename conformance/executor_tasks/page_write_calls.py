@@ -29,11 +29,8 @@ def run_page_write(
     """Return `k_pages` and `v_pages` as one call returns them.
 
     Args:
-      executor: runs the implementation.
-      problem: the problem whose queries and tables the call gets.
       tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
       before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
-      save_residuals: whether to make the call with residuals.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))

@@ -154,7 +154,6 @@ def find_similar_bugs(
       findings: those of the kernel that can be compared.
       probes: its records of signature cases.
       right: signature cases that are known to be right, with their results.
-      bank: the planted bugs.
 
     Returns:
       For each finding, by its place: the most similar bugs, none if it is similar to none of them. None stands for a
@@ -255,7 +254,6 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
 
     Args:
       info: what the report says so far, with the probes of the run.
-      found: the records of the run.
       is_followed_up: whether the run was to compare every finding, so that one without a case lacked time.
     """
     probes = group_by_contender(info.probes)
@@ -309,10 +307,6 @@ def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> 
 
     A case is right if the run judged each feature, mask and dtype that it has, and no finding concerns it. A finding
     that does not say which levels it needs may concern any case; then no case is listed.
-
-    Args:
-      records: the records of the kernel in the run.
-      findings: all findings of the kernel.
     """
     wrong = [finding for finding in findings if finding.kind in (RAISES, FORWARD, GRADIENTS)]
     if not wrong or not all(finding.levels for finding in wrong):

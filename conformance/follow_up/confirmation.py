@@ -87,14 +87,6 @@ class Prober:
         seconds: float,
         on_records: Callable[[list[Record]], None],
     ) -> None:
-        """Create a prober.
-
-        Args:
-          allowance: judges the cases.
-          implementations: the implementations that suspicions may name.
-          seconds: time after which no further case is judged.
-          on_records: called with the records of each judged case.
-        """
         self._allowance = allowance
         self._implementations = {implementation.name: implementation for implementation in implementations}
         self._deadline = time.monotonic() + seconds
@@ -232,10 +224,8 @@ def confirm_findings(
 
     Args:
       journal: the journal of the run, which has its records and gets the probes.
-      implementations: the implementations of the run.
       allowed: judges the cases, and cuts off a case that uses up its time.
       seconds: time after which no further case is started.
-      say: called with lines for the user.
     """
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)

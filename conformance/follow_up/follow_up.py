@@ -52,12 +52,8 @@ def follow_up(
     A run without red records, or one that a signal stopped, is not followed up.
 
     Args:
-      journal: the journal of the run. New records are added as probes, which are not counted.
-      implementations: the implementations of the run.
       runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
-      budget: the seconds for both parts.
       spent: the seconds that the run took so far.
-      say: called with lines for the user while this goes on.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return

@@ -35,7 +35,6 @@ class ProbeBudget:
         """Create a budget.
 
         Args:
-          runner: judges the probes.
           seconds: the time for all probes, counted from now.
           known: records of the run, from which the times of probes are estimated.
         """

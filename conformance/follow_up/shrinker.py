@@ -75,14 +75,9 @@ def shrink(
     After Ctrl-C or the time limit, return the smallest such case so far.
 
     Args:
-      implementation: the implementation that fails.
-      runner: judges the smaller cases.
-      failing: the case to shrink.
-      record: the red record of the case `failing`.
       seconds: time after which shrinking stops. A case whose judging has begun is finished.
       keeps: tells whether a smaller case still has the properties that the failure is known to need. Other cases are
         skipped, since shrinking could wander to another failure.
-      on_case: called with the records of each judged case.
     """
     started = time.monotonic()
     wrong: dict[Case, tuple[Record, ...]] = {failing: (record,)}
@@ -189,12 +184,6 @@ def shrink_findings(
     """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
 
     The records of the shrunk cases are added to the journal as probes, which are not counted.
-
-    Args:
-      journal: the journal of the run, which has its records and gets the probes.
-      implementations: the implementations of the run.
-      runner: judges the cases.
-      say: called with lines for the user while this goes on.
     """
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)

@@ -113,9 +113,6 @@ class ForkedProcess:
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until the process has ended and return its exit code. A signal's number is returned as negative.
 
-        Args:
-          seconds: the longest time to wait; None for no limit.
-
         Returns:
           The exit code, or None if the process has not ended in time.
         """
@@ -169,11 +166,7 @@ _started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
 def start_server(preloaded: Sequence[str] = ()) -> None:
-    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX.
-
-    Args:
-      preloaded: further modules that the server loads.
-    """
+    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX."""
     global _server
     if _server is not None and _server.import_environment != read_import_environment():
         _disconnect()

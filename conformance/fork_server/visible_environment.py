@@ -25,7 +25,6 @@ def filter_environment(environment: Mapping[str, str], more: Iterable[str] = ())
     """Return the variables that a kernel's process may read.
 
     Args:
-      environment: all variables by name.
       more: names of variables to keep besides the allow-list.
     """
     names = {*_VARIABLES, *more}

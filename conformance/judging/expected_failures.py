@@ -54,7 +54,6 @@ def suggest_entries_by_cause(
     """Suggest one entry for each cause of failures; its pattern may match more than `suggest_entries` would.
 
     Args:
-      records: all records of the run.
       causes: for each cause its title, a query that its cases should match, and the red records that it explains.
     """
     entries = []
@@ -146,10 +145,6 @@ def find_pattern(failing: frozenset[str], held: set[str]) -> str:
     """Find the query that matches all of `failing` and as few as possible of `held`.
 
     If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
-
-    Args:
-      failing: ids of cases that fail.
-      held: ids of cases that pass.
     """
     if len(failing) == 1 and held:
         (only,) = failing

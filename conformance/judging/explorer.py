@@ -211,13 +211,11 @@ def explore(
     """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
 
     Args:
-      implementation: the implementation to judge.
       settings: tolerances and expected failures. A case that passes where a failure is expected does not count as
         wrong.
       budget: the limits after which the exploration stops.
       query: draw only cases that this query matches.
       clues: numbers near which sizes are tried; by default the numbers found in the implementation's source.
-      on_case: called with each judged case.
       options: command-line options for the commands that reproduce a record: how the kernel is found and run.
       pool: judges drawn cases in its processes, several at once; None to judge them here. A wrong case is shrunk here.
         The first wrong case in the order of drawing counts, so a pool changes nothing but the time.

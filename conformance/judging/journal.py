@@ -49,7 +49,6 @@ class Journal:
 
         Args:
           paths: the files of records; all get the same content.
-          run: the run record.
           kept: records of finished jobs of a resumed run, by the job's number.
 
         Raises:
@@ -146,7 +145,6 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
     Unless the run is complete, the present time is added to it as a time of resumption.
 
     Args:
-      path: the file of records to resume.
       run: the run as it would begin now; the run of the file must be the same.
 
     Raises:
@@ -183,8 +181,6 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
     """Describe the first difference between the run of a file and the run that resumes it; None if there is none.
 
     Args:
-      before: the run of the file.
-      now: the run that resumes it.
       later: files that kernels read in the first run after they were loaded, with digests. These files must not have
         changed, but now a kernel may read them while it is loaded.
     """

@@ -69,10 +69,6 @@ def judge_in_parallel(
     """Judge `jobs` in the processes of a pool. Ctrl-C ends this at once.
 
     Args:
-      jobs: the jobs to judge.
-      pool: the processes.
-      kernels: how kernels are found, and where they run.
-      on_job: called with each job and its records as it ends.
       lost: returns the records of a job that kills its process.
       one_by_one: whether each worker gets a single job at a time. Then the first jobs of the list end soonest.
       exploring: whether these are jobs of an exploration.

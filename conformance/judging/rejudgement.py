@@ -66,7 +66,6 @@ class Rejudger:
         """Create a rejudger.
 
         Args:
-          executor: runs the implementation.
           confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
             again; 0 to judge no failure again.
         """
@@ -85,8 +84,6 @@ class Rejudger:
         """Judge the failures and errors of a check again, and return the judgements that count.
 
         Args:
-          check: the check.
-          subject: the implementation and the case.
           first: the judgements of the check under the flags that make compiling cheap.
         """
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
@@ -107,14 +104,7 @@ class Rejudger:
     def _judge_by_default_flags(
         self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
     ) -> list[Judgement]:
-        """Return the judgements under JAX's own flags. Results whose first failure the flags did not cause stay wrong.
-
-        Args:
-          check: the check.
-          subject: the implementation and the case.
-          executor: runs the implementation under JAX's own flags.
-          first: the judgements under the flags that make compiling cheap.
-        """
+        """Return the judgements under JAX's own flags. A result whose first failure flags did not cause stays wrong."""
         if self._decided >= _MIN_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
             return [_add_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
         second = _run_check(check, subject.with_executor(executor))
@@ -154,8 +144,6 @@ def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Co
     can at most tell it how many processes came before, but not which flags it has.
 
     Args:
-      check: the check to run in each process.
-      subject: the implementation and the case, with the executor under the first flags.
       executor: the executor under JAX's own flags.
       changed: names of results that were wrong under the first flags, and then right under JAX's own.
     """

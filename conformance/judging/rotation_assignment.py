@@ -107,7 +107,6 @@ class _RotationAssigner:
         """Assign to each case one of the alternatives that are possible for it, as a tuple; empty if none is possible.
 
         Args:
-          alternatives: all alternatives of the question.
           possible: returns the alternatives that are possible for a case.
           share: whether cases that share compiled programs get the same alternative.
         """

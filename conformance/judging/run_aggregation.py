@@ -77,7 +77,6 @@ def aggregate_runs(
 
     Args:
       recorded: the runs, read from files or judged by this process.
-      command: the command line that requested the report.
       detection: the planted bugs that the gate detects (`conformance.sensitivity.detection_table`).
     """
     groups = _group_by_provenance(recorded)

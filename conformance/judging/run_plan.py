@@ -72,11 +72,7 @@ def plan_run(
     """Plan the jobs that judge `implementations` at `level`.
 
     Args:
-      implementations: the implementations to judge.
-      level: one of `LEVELS`.
       seeds: base seeds. The grid is judged once for each.
-      query: judge only cases that this query matches; None for all.
-      checks: run only these checks.
     """
     chosen = tuple(checks)
     jobs: list[Job] = []
@@ -203,9 +199,6 @@ def plan_case(
     any case.
 
     Args:
-      implementation: the implementation to judge.
-      case: the case.
-      checks: the checks to choose from.
       turn: the rotation, which names the costly questions that checks ask of the case.
     """
     chosen = tuple(checks)

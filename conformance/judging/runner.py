@@ -61,7 +61,6 @@ class Runner:
         """Create a runner.
 
         Args:
-          settings: tolerances and expected failures.
           confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
             again; 0 to judge no failure again.
           options: command-line options for the commands that reproduce a record: how kernels are found and run.

@@ -44,11 +44,8 @@ def run_tasks(
     Ctrl-C stops the workers at once, and so does an exception of `do` or `on_result`.
 
     Args:
-      tasks: the tasks, in the order in which they start.
-      workers: number of processes.
       do: the function that a worker calls with a task. The function, the task, its result and its exception are
         pickled.
-      on_result: called with each task and its result.
       split: returns the parts of a task that killed its process. The parts run one at a time.
       on_lost: called with a part that kills its process again.
     """

@@ -56,7 +56,6 @@ def parse_handshake(
     """Parse and check the answer of a kernel's process to a request to load the kernel.
 
     Args:
-      answer: the answer, which may be forged.
       confined: the sentence about the process's confinement, which the process sent before it loaded the kernel.
       first_handshake: the text of the kernel's first handshake; empty if this is the first.
       files: files that the kernel read when it was first loaded, with their digests.

@@ -132,13 +132,8 @@ class KernelProcess:
         """Prepare the process of a kernel, without starting it.
 
         Args:
-          name: the kernel, as given to `--impl`.
-          products: the value of `--products`.
-          limits: limits of a call and of memory.
-          problem: the value of `--problem`.
           first_handshake: the text of the kernel's first handshake, if another process of the judge received it.
           xla_flags: flags of XLA; None for those of the environment.
-          sandbox: the command's policy for the sandbox.
           reads_cache: whether the process may read programs that earlier runs compiled.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
@@ -401,8 +396,6 @@ class _RunningProcess:
         """Send a request; `receive` returns its answer.
 
         Args:
-          packed: the serialized request.
-          limits: limits of the call.
           is_busy: whether the process still works on an earlier request.
         """
         if not is_busy:
@@ -539,9 +532,7 @@ def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
     """Return an exception with the same name and built-in base type as the kernel's, without code of the kernel.
 
     Args:
-      name: the name of the exception's type.
       kinds: the names of the type's built-in base types, most specific first.
-      message: the exception's message.
     """
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]

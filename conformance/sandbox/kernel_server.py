@@ -85,10 +85,7 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     This process forks: the child runs the kernel, and the parent supervises the child.
 
     Args:
-      requests: the descriptor from which requests are read.
-      answers: the descriptor to which answers are written.
       status: the descriptor to which the supervisor writes the limit that was exceeded.
-      scratch: the folder that the kernel may write to.
       memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     supervisor.start_supervised((requests, answers), status, scratch, memory)

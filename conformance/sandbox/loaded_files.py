@@ -37,7 +37,6 @@ class LoadedFiles:
         """Start a record.
 
         Args:
-          kernel: the kernel, as given to `--impl`.
           files_at_load: the files that the kernel read until it was loaded, if another process has recorded them.
         """
         self._folder = _find_folder(kernel)

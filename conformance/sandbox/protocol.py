@@ -105,7 +105,6 @@ def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
 
     Args:
       head: the first 16 bytes of the answer.
-      max_bytes: the most bytes of arrays that the answer may have.
 
     Raises:
       UnreadableAnswer: if a length exceeds its limit.

@@ -37,7 +37,6 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
     """Return the process ids of the children of a process, oldest first; empty if the system does not list them.
 
     Args:
-      process: the process id of the parent.
       of_all_threads: whether to include children that were started by threads other than the main one.
     """
     found: list[int] = []
@@ -77,7 +76,6 @@ class UsageMonitor:
 
         Args:
           process: the id of the supervisor's process, whose descendants are checked.
-          scratch: the kernel's scratch folder.
           memory: the most bytes of memory and files that all descendants may hold together; zero for no limit.
         """
         self._process, self._scratch, self._memory = process, scratch, memory

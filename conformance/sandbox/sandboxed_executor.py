@@ -78,8 +78,6 @@ class SandboxedExecutor(Executor):
         """Create an executor.
 
         Args:
-          implementation: the declarations of the kernel.
-          process: the kernel's process.
           options: compiler options for its programs.
           variant: the name of a variant of the kernel; empty for the kernel itself.
           generation: a number that distinguishes executors with the same options. Each compiles its own programs.
@@ -178,13 +176,8 @@ def load_sandboxed(
     """Load a kernel in a process of its own, and return an implementation with its declarations and a proxy.
 
     Args:
-      name: the kernel, as given to `--impl`.
-      products: the value of `--products`.
-      limits: limits of a call and of memory.
-      problem: the named problem whose operands the kernel takes; None if none is given.
       first_handshake: the kernel's first handshake with another process of this run (`collect_handshakes`); empty if
         there was none.
-      sandbox: the command's policy for the sandbox; None for the default.
 
     Raises:
       ImplementationNotFound: if the kernel cannot be loaded; the message is one line.
@@ -205,7 +198,6 @@ def create_executor(implementation: Implementation, options: Mapping[str, bool |
     """Return an executor for an implementation, in the kernel's process if it has one.
 
     Args:
-      implementation: the implementation.
       options: compiler options for an implementation in this process. A process of its own has flags instead.
     """
     call = implementation.call

@@ -91,13 +91,7 @@ def install_filter(options: FilterOptions) -> str:
 
 
 def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
-    """Return the instructions of the filter.
-
-    Args:
-      machine: the machine, as `platform.machine()` names it.
-      options: the calls that the filter allows beyond the common set.
-      pid: the id of the process that is filtered.
-    """
+    """Return the instructions of the filter."""
 
     def numbers(calls: Iterable[SystemCall]) -> list[int]:
         return sorted(number for call in calls if (number := getattr(call, machine)) is not None)

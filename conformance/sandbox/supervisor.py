@@ -43,8 +43,6 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
     Args:
       pipes: descriptors that only the child keeps.
       status: a pipe that only the supervisor keeps, to which it writes the limit that was exceeded.
-      scratch: the scratch folder.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     if not IS_AVAILABLE:
         os.close(status)

@@ -57,7 +57,6 @@ def build_kernel_options(
     """Build the options that say how kernels are found and where they run.
 
     Args:
-      spec: the options of the run.
       hidden_files: files that kernels must not read; those that the spec names if left out.
       handshakes: pairs of a kernel's name and its handshake with the process that started this one.
 

@@ -43,8 +43,6 @@ def open_pool(
     """Open the cluster that the options name, or the executor of the caller.
 
     Args:
-      options: the options of the run.
-      implementations: the implementations to judge.
       executor: the executor; None if the options name a cluster.
       is_given: whether the implementations are objects of the caller, which other processes cannot find by name.
 

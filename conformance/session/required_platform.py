@@ -47,8 +47,6 @@ def select_native(
     library is missing, is kept if it is written for the platform: its records then say what is missing.
 
     Args:
-      implementations: all implementations that the options name.
-      platform: the required platform.
       judged_elsewhere: whether other machines judge, whose platforms this process does not know.
     """
     kept = []

@@ -19,8 +19,6 @@ def annotate_run(found: Iterable[Record], changed: Comparison | None = None, inf
     """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
 
     Args:
-      found: the records of the run.
-      changed: the comparison with a baseline; None without one.
       info: the probes that confirm findings, and the planted bugs that findings resemble; None if unknown.
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":

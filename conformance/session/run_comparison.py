@@ -48,11 +48,6 @@ def read_compared_runs(names: str, *, command: str) -> ComparedRuns:
 def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command: str) -> ComparedRuns:
     """Merge runs to one side of a comparison.
 
-    Args:
-      recorded: the runs.
-      names: the name of the runs in messages.
-      command: the command line that compares them.
-
     Raises:
       CannotJudge: if there is no record, or if runs of one implementation differ in their provenance.
     """

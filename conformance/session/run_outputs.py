@@ -77,8 +77,6 @@ def check_outputs(
 
     Args:
       report: path of the HTML page. A file of records is written beside it.
-      json: path of the file of records.
-      markdown: path of the Markdown summary.
       prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
@@ -123,7 +121,6 @@ def check_writable(
     """Check that an output can be written, and return its path.
 
     Args:
-      value: the path, as the user wrote it.
       option: the name of the option with this path, without prefix.
       kind: the kind of file, if it is not the usual kind of this option.
       beside: a file beside `value` that is written too, and that is checked in its place.

@@ -62,10 +62,6 @@ def find_uv() -> str:
 def create_environment(described: Environment, folder: Path) -> CreatedEnvironment:
     """Create an environment in a folder, or return the one there if it was created for the same description.
 
-    Args:
-      described: what to install.
-      folder: where; an environment for another description is replaced.
-
     Raises:
       CannotCreateEnvironment: if Python or a package cannot be installed.
     """

@@ -97,13 +97,8 @@ def judge_row(
     A row that was judged there is only timed, if that is asked for.
 
     Args:
-      row: the library, its version and the functions.
-      folder: the folder of the row.
-      level: the level of the grid.
-      jobs: the number of worker processes; None for one a core.
       bench: whether judged functions are timed too, which needs an otherwise idle machine.
       show: whether the run's own output goes to the terminal, besides the log.
-      on_step: called with a line that says what begins.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)

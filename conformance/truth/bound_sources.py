@@ -105,9 +105,7 @@ def find_resemblance(
     """Find the terms that have the shape of an error over the elements.
 
     Args:
-      error: `|got - expected|`.
       terms: the term of each source, in the same shape.
-      judged: booleans of the same shape, true for elements that count.
       most: the largest multiple of a term that errors may be on average and still resemble it.
 
     Returns:

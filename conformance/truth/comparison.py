@@ -48,8 +48,6 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     Where the bound is zero or the expected value is infinite, the result must be equal.
 
     Args:
-      got: the array that the implementation returned.
-      expected: exact values and bounds.
       judged: booleans broadcastable to the shape; elements where it is False are not compared. By default all are.
     """
     array = np.asarray(got)

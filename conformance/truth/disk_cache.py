@@ -53,7 +53,6 @@ def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[
     Args:
       asked: everything that the numbers depend on, except the code. It may hold dataclasses, arrays, mappings,
         sequences and scalars.
-      make: a function that computes the numbers, by name.
 
     Raises:
       TypeError: if `asked` holds an object of another type, whose value cannot be hashed.

@@ -259,7 +259,6 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
     Args:
       x: `[G, n, m]`.
       y: `[m, .]` or `[G, m, .]`.
-      u: the unit roundoffs, which hold the size of the blocks along `m`.
 
     Returns:
       the variance `[G, n, .]`, or 0 if no sum is rounded after a block.

@@ -111,8 +111,6 @@ class FrontEnd:
 
         Args:
           dq: gradient of q after the front end, with its bound, as attention returns it.
-          dk: gradient of k after the front end, with its bound.
-          dv: gradient of v, with its bound.
           roundoff: unit roundoff of the dtype in which gradients of projections are stored.
           tiny: underflow of that dtype.
 

@@ -304,7 +304,6 @@ def compute_backward(
     If values are the first coordinates of the keys (`Problem.tied`), `dk` is the gradient of both and there is no `dv`.
 
     Args:
-      problem: the operands.
       do: cotangent of `out`, `[B, T, N, V]`.
       dlse: cotangent of `logsumexp`, `[B, N, T]`, or None for zeros.
       form: `"vanilla"` or `"flash"`, which says where `D` and `p` come from (see the module docstring).
@@ -355,11 +354,7 @@ def pull_back_factors(slab: Slab, dx: Array) -> dict[str, Array]:
     """Compute the gradients of the factors that differ by query head, `[G]` each, from the gradient of the logits.
 
     Args:
-      slab: the slab.
       dx: gradient of the logits, `[G, T, S]`.
-
-    Returns:
-      gradients by the gradient's name.
     """
     factors = slab.head_factors
     return {GRADIENT_OF[operand]: (dx * slab.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
@@ -406,9 +401,6 @@ class Gradients:
 
         Args:
           slab: the slab, which says to which batch row and heads the gradients belong.
-          dq: gradient of the slab's queries, `[G, T, H]`.
-          dk: gradient of the slab's keys, `[S, H]`.
-          dv: gradient of the slab's values, `[S, V]`.
           by_head: gradients of operands with one value for each query head, `[G]`, by the gradient's name.
           dx: gradient of the logits before the soft cap, `[G, T, S]`. The gradient of a term that is added there is
             `dx`, summed over the axes along which the term is broadcast.

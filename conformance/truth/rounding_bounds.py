@@ -122,7 +122,6 @@ class OperandErrors:
         """Select the errors of one slab's operands: q `[G, T, H]`, k `[S, H]`, v `[S, V]`.
 
         Args:
-          slab: the slab.
           rows: which queries of the problem the slab holds.
         """
         q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
@@ -154,8 +153,6 @@ def compute_expectation(
     """Compute the exact results of a problem and their error bounds.
 
     Args:
-      problem: the operands.
-      arithmetic: the arithmetic that the implementation declares.
       cotangents: cotangents of the outputs; gradients are computed for each of them.
       empty_rows: what the implementation declares to return for a query that may attend to nothing.
       rounds_out: whether `out` is rounded to the operands' dtype at the end, rather than left in f32.
@@ -274,7 +271,6 @@ def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
     """Bound the error of a sum of products whose operands are rounded to fewer bits.
 
     Args:
-      u: the unit roundoffs.
       size: magnitude of the sum.
       squares: sum of the squares of the products.
     """

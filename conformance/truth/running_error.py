@@ -108,7 +108,6 @@ def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: Bou
 
     Args:
       parts: pairs of indices along the last axis and the new entries at these indices.
-      whole: the array that keeps its other entries.
     """
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:

@@ -149,7 +149,6 @@ def override_limits(table: Tolerances, overrides: Mapping[str, float], source: s
     """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
 
     Args:
-      table: the table to start from.
       overrides: new largest ratios by `"dtype.observable"`, for example `{"bf16.out": 5.0}`.
       source: where the overrides come from; reports print it.
 

@@ -116,10 +116,6 @@ def find_route(
     """Choose the kernel of a call without reading values, so operands may be abstract.
 
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
       phase: phase of the call; by default inferred from the lengths. Kernels without gradients are only chosen if it is
         given.
       kernel: name of a kernel to use instead of choosing one.

@@ -73,14 +73,6 @@ def backward(
     """Compute the gradient of every operand, in the operand's shape and dtype.
 
     Slopes, segment ids and selections have no gradient.
-
-    Args:
-      plan: static sizes and schedule.
-      operands: operands of the forward pass.
-      out: result of the forward pass.
-      logsumexp: residual of the forward pass.
-      d_out: cotangent of `out`.
-      d_logsumexp: cotangent of `logsumexp`.
     """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
@@ -142,8 +134,6 @@ def compute_pair_gradients(
     """Compute the gradient contributions of one pair of blocks.
 
     Args:
-      block: operands and logits of the pair.
-      do: cotangent of `out`.
       shift: `logsumexp`, 0 for rows that attend to nothing.
       row_sums: `D - dlse`, where `D` is equation (11) of the module docstring.
     """

@@ -170,12 +170,6 @@ def compute_pair_logits(
     """Compute the logits of a block of queries and a block of keys.
 
     Args:
-      plan: static sizes.
-      q: queries of the block, as in `Pair`.
-      k: keys of the block, as in `Pair`.
-      v: values of the block, as in `Pair`.
-      allowed: which positions of the pair may attend, as in `Pair`.
-      bias: added to the logits.
       penalty: subtracted from the logits (the ALiBi term).
       score: applied to the logits after bias and penalty.
     """

@@ -47,8 +47,6 @@ def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], **name
     """Return arguments by name, NumPy scalars as Python numbers. Raise unless each fits its annotation.
 
     Args:
-      target: the function or the dataclass that is called.
-      given: the arguments.
       names: types in its annotations that its module imports for type checkers only.
 
     Raises:

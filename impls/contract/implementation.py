@@ -268,7 +268,6 @@ def validate_operands(q: Any, k: Any, v: Any, *, dtypes: Collection[str] = FLOAT
     """Check the operands of the canonical call.
 
     Args:
-      q: queries.
       k: keys, in the dtype of a quantised cache if `operands` has `kv_scales`.
       v: values, in the same dtype as the keys.
       dtypes: names of the dtypes that floating-point operands may have.

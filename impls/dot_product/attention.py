@@ -122,9 +122,6 @@ def attend(
     Arguments that are not listed are those of `attention`.
 
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`.
-      v: values `[B, S, K, V]`.
       allowed: booleans `[b, k, g, T, S]`, which may be traced. Axes have size 1 where nothing differs. None: all pairs.
       kv_scales: f32 `[b, s, K]` of k and of v. The keys are `k * k_scale` and the values `v * v_scale`. Probabilities
         then stay in f32.

@@ -44,8 +44,6 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
     Args:
       backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
         is supported, and Triton elsewhere.
-      plan: static part of the call.
-      operands: arrays of the call.
 
     Raises:
       ValueError: there is no such back end.

@@ -14,8 +14,6 @@ def load_module(package: str, path: str, stubs: Mapping[str, ModuleType | mock.M
     """Load the file `path` of a top-level package, without importing the package.
 
     Args:
-      package: the name of the package.
-      path: the path of the file in the package's folder.
       stubs: modules to put in the place of those that the file imports, only while it is loaded.
 
     Raises:

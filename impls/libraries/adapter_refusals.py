@@ -24,11 +24,6 @@ def refuse_unsupported(
     """Refuse a call that needs a feature in `unsupported`, or an opt-in feature that is not in `offers`.
 
     Args:
-      name: name of the adapter.
-      unsupported: features that it does not support, with the reason of each.
-      arrays: q, k and v.
-      mask: the mask.
-      offers: opt-in features that it supports.
       **options: the other operands of the contract by name; None for one that is not given.
 
     Raises:

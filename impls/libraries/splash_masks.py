@@ -15,7 +15,6 @@ def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
     `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
 
     Args:
-      library: the library's module of masks.
       mask: the same for all heads and batch rows.
       shape: lengths `(T, S)`.
     """

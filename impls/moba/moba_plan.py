@@ -179,7 +179,6 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
     """Select the chunks of each query, int32 `[L, R, slots]`: its own chunk first, and `C` in empty slots.
 
     Args:
-      moba: the mask.
       q: queries of each key/value head, `[L, R, H]`.
       k: keys of each key/value head, `[L, C, chunk, H]`. The last chunk is zero-padded. Its mean is never used, since
         no query is in a later chunk.

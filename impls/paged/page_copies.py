@@ -104,10 +104,6 @@ def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
     layout from the start, and a row is written with its token. Converting the layout in every call would touch all
     pages, also those that are not read.
 
-    Args:
-      k_scales: scales of the keys, f32.
-      v_scales: scales of the values, f32.
-
     Returns:
       f32 `[pages, page_size, W]` with W lanes, a multiple of 128: the first K lanes hold the scales of the keys, the
       next K lanes the scales of the values, and the others zeros.

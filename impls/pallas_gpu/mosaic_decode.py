@@ -155,10 +155,6 @@ def find_decode_limit(
 
     Args:
       interpret: whether the kernel is interpreted; then it needs no Hopper GPU.
-      dtype: dtype of q.
-      head_dim: depth of queries and keys.
-      v_head_dim: depth of values.
-      page_size: rows of a page.
       rows: query tokens times query heads of a tile.
     """
     if not interpret and (reason := find_device_limit(get_device_kind("gpu")) or find_compiler_limit()) is not None:
@@ -225,13 +221,10 @@ def attend_to_shares(
     """Compute the part of each share.
 
     Args:
-      shape: static part of the launch.
       queries: queries of each tile and column; rows that are no query are zeros.
       k_pages: pages of keys. Quantised ones are multiplied as they are stored: scales are the caller's.
-      v_pages: pages of values.
       page_indices: pages of each sequence. Entries of pages without a key that any query sees may be any integers.
       sequence: sequence of each tile.
-      shares: the shares.
       visible: keys that the rows of each tile see.
     """
     inputs = {

@@ -48,10 +48,7 @@ def attend(plan: RaggedPlan, operands: Operands, *, num_splits: int | None, inte
     """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
     Args:
-      plan: static part of the call.
-      operands: arrays of the call.
       num_splits: programs that share a sequence; by default as many as fill the GPU.
-      interpret: whether and how the kernel is interpreted.
     """
     sizes = _build_sizes(plan, operands, num_splits)
     page_size = math.gcd(plan.kv_length, TILE_KEYS)

@@ -105,11 +105,9 @@ def attend(
     """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
     Args:
-      plan: static part of the call.
       operands: arrays of the call; with `heads_first`, k and v are `[B, K, S, .]`.
       block_kv: keys per block, a multiple of 8; clipped to the cache.
       heads_first: whether the cache has heads before keys.
-      interpret: as for `pallas_call`.
       schedule: function that builds the steps, `build_steps` or a replacement.
     """
     k, v = (x if heads_first else x.swapaxes(1, 2) for x in (operands.k, operands.v))

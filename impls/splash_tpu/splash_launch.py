@@ -86,13 +86,9 @@ def launch(
     """Run `body` on every step of the lists.
 
     Args:
-      call: static description of the kernel.
       body: called with the step, a function that reads the position of the first query, and references to the blocks.
       steps: lists of steps of one shard.
       q_offset: position of the shard's first query, int32 `[1]`.
-      inputs: arrays.
-      outputs: `jax.ShapeDtypeStruct`s of the results.
-      scratch: a tree of scratch shapes.
 
     Raises:
       ValueError: the block sizes do not fit VMEM.

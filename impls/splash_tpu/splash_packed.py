@@ -55,8 +55,6 @@ def build_packed_steps(
     Args:
       low: int32 `[T]`, the first key that each query sees. It grows along the queries that see any key.
       high: int32 `[T]`, one past the last key that each query sees; it grows too. Both are 0 for a query without keys.
-      kv_length: S.
-      blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
       seen: upper bound of the keys that a query sees, if there is a static one.
     """

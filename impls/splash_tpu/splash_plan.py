@@ -136,8 +136,6 @@ def estimate_vmem(
 
     Args:
       phase: `"forward"`, `"dq"` or `"dkv"`.
-      blocks: block sizes of the phase.
-      depths: head depths of the operands.
       stored_mask: whether mask blocks are fetched.
       fused: whether the kernel of dk and dv also computes dq.
       ranged: whether each query has a range of keys, which takes one column more than segment ids.
@@ -160,13 +158,6 @@ def estimate_vmem(
 
 def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
     """Return the estimated VMEM in bytes, or raise `ValueError` if the blocks do not fit.
-
-    Args:
-      phase: as for `estimate_vmem`.
-      blocks: as for `estimate_vmem`.
-      depths: as for `estimate_vmem`.
-      limit: how much the kernel may use.
-      kind: `stored_mask`, `fused` and `ranged`, as for `estimate_vmem`.
 
     Raises:
       ValueError: the estimate is over the limit; the message says which sizes would fit.

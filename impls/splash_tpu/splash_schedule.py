@@ -89,9 +89,7 @@ def find_diagonals(mask: Mask, lengths: tuple[int, int], blocks: Blocks, at: np.
     """List the diagonals of partially masked blocks that the kernel gets specialised code for.
 
     Args:
-      mask: any mask.
       lengths: `(T, S)`, with T of one shard.
-      blocks: block sizes.
       at: diagonal of each partially masked block: `j - i` of its first key and its first query.
 
     Returns:
@@ -152,9 +150,6 @@ def compute_allowed_in_band(band: Band, keys: KeySpan, queries: int, difference:
     """Compute which positions of a tile a band allows; None if all are known to be allowed.
 
     Args:
-      band: the band.
-      keys: keys of the tile.
-      queries: number of queries of the tile.
       difference: index of the key minus index of the query, within the tile.
       diagonal: `j - i` of the first key and the first query.
     """
@@ -217,9 +212,7 @@ def build_static_steps(
     """Build the steps for a static mask, as NumPy arrays.
 
     Args:
-      mask: mask of the queries of all shards.
       shape: lengths `(T, S)`, over all shards.
-      blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
       group: query heads per key/value head; matters only for order `"kv"` with a mask per head.
       shards: number of equal shards of the queries, one list of steps each.

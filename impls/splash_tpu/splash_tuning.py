@@ -69,8 +69,6 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
     chip: blocks are 512 by 512, and the backward pass is fused if the table fuses it on any chip.
 
     Args:
-      mask: mask of the call.
-      kv_length: S.
       depths: head depths, and bytes per element of the operands.
       plain: whether the call has no segments, no cap and no stored mask.
     """

@@ -87,7 +87,6 @@ def locate(
     """Find few combinations of levels that together explain the red rows of all signals.
 
     Args:
-      levels: the levels that rows may have; combinations name them by index.
       signals: the signals by name; those in which a fault shows most plainly come first.
       found: combinations that were found before; the red rows that they explain need no other explanation.
     """

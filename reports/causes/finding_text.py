@@ -76,14 +76,7 @@ class FindingText:
 def describe_finding(
     number: int, finding: Finding, diagnosis: Diagnosis | None = None, *, option: str = "--diagnose-seconds"
 ) -> FindingText:
-    """Phrase a finding as text.
-
-    Args:
-      number: its number in the report.
-      finding: the finding.
-      diagnosis: the planted bugs that it resembles.
-      option: the option, or argument in Python, that gives more time for this comparison.
-    """
+    """Phrase a finding as text."""
     title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
     resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis, option))
     return FindingText(number, finding, title, tuple(facts), tuple(evidence), diagnosis, resemblance)
@@ -223,13 +216,7 @@ def format_explained(finding: Finding) -> str:
 
 
 def format_difference(fails: str, passes: str, names: Iterable[str]) -> str:
-    """Format how a passing case differs from a failing one as a phrase, such as "without sinks and with T=200".
-
-    Args:
-      fails: the id of the case that fails.
-      passes: the id of the case that passes.
-      names: the fields of `Case` to compare.
-    """
+    """Format how a passing case differs from a failing one as a phrase, such as "without sinks and with T=200"."""
     failing, passing = parse_fields(fails) or {}, parse_fields(passes) or {}
     differ = [name for name in names if failing.get(name) != passing.get(name)]
     gone = [failing[name] for name in differ if name not in passing or (name == "mask" and passing[name] == "full")]

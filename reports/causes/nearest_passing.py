@@ -93,10 +93,6 @@ def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
 def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Level, ...], tuple[str, ...]]:
     """Find levels without any one of which a failing case passes, from cases that differ in one group of fields.
 
-    Args:
-      failing: the id of the failing case.
-      passing: the ids of passing cases.
-
     Returns:
       The levels, and for each the id of a passing case without it. Both are empty if no passing case differs from
       `failing` in one group of fields only, or if so many do that any change makes the case pass.

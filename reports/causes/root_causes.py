@@ -58,7 +58,6 @@ def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -
     """Find the causes of red records; each red record is in exactly one finding.
 
     Args:
-      records: the records of one run or of several.
       probes: records of additional cases that were judged to confirm findings. They are evidence, but no count of cases
         or failures includes them.
     """

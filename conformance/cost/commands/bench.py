@@ -128,10 +128,7 @@ def write_outputs(
 
     Args:
       outputs: paths of the files; a path that is None is skipped.
-      found: the measurements.
       level: name of the command, which the page shows in place of a level of the grid.
-      seconds: duration of the command.
-      interrupted: whether Ctrl-C ended the timing.
 
     Raises:
       CannotJudge: if a file cannot be written.

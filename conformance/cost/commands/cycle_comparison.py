@@ -58,12 +58,8 @@ def print_comparison(
     """Print a table of static cycles; each row is printed as soon as it is known.
 
     Args:
-      shown: the console to print to.
       implementations: the implementations to compare; ratios are relative to the first one.
-      cases: the cases to compile.
-      targets: the TPU generations, one column each.
       knobs: names of the knobs whose kernels are shown, such as `forward`.
-      on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
       the number of cells with known cycles.

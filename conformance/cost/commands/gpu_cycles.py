@@ -46,11 +46,7 @@ def print_gpu_cycles(
     """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
 
     Args:
-      shown: the console to print to.
-      implementations: the implementations to compare.
       cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
-      chosen: the GPUs to compile for, one table each.
-      on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
       the number of kernels whose bounds are known.

@@ -59,17 +59,6 @@ def choose_settings(
 ) -> int:
     """Choose settings for each chip and case, print every candidate, and write the table after each case.
 
-    Args:
-      implementation: the implementation to tune.
-      declared: the implementation's declaration of knobs.
-      cases: the cases to compile.
-      chips: the TPU generations to compile for.
-      knobs: the knobs to choose.
-      path: the file with the table of settings.
-
-    Returns:
-      the exit code.
-
     Raises:
       CannotJudge: if the implementation declares no knobs that can be tuned by schedules, or the table cannot be
         written.

@@ -131,8 +131,6 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
     """Compute lower bounds for the shortest and the longest path through a loop.
 
     Args:
-      loop: a loop of a kernel.
-      gpu: the GPU, which determines throughputs.
       warps: number of warps of a block. A product of the whole block is divided among them.
       depths: head dimensions of keys and of values (H, V).
 
@@ -149,11 +147,7 @@ def _bound_path(
     """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
 
     Args:
-      way: instructions of the path.
       idle: instructions of a warp while another warp issues the products of the whole block.
-      gpu: the GPU, which determines throughputs.
-      warps: number of warps of a block.
-      depths: head dimensions of keys and of values (H, V).
     """
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
@@ -268,7 +262,6 @@ def compute_occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes:
     65,536 registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
 
     Args:
-      gpu: the GPU, which determines the shared memory.
       threads: number of threads of a block.
       registers: number of registers of a thread.
       shared_bytes: shared memory of a block, in bytes.
@@ -293,12 +286,6 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
     A kernel may have several loops of the same kind, for blocks with and without a mask. Each pair is computed in one
     of these loops. So the shortest path gives the bound for full blocks, and the longest path the bound for masked
     blocks. Loops of different kinds each compute all pairs, so their cycles are added.
-
-    Args:
-      loops: the loops of the kernel.
-      gpu: the GPU, which determines throughputs.
-      warps: number of warps of a block.
-      depths: head dimensions of keys and of values (H, V).
 
     Returns:
       cycles for `PAIRS_PER_FIGURE` pairs, and counts for one iteration; empty if the number of pairs of a loop is not

@@ -64,8 +64,6 @@ def compute_gpu_figures(
       folder: the folder that XLA wrote PTX and launches to.
       said: lines that were printed while the program was compiled.
       shared: by name of a Mosaic GPU kernel of the program, its shared memory in bytes.
-      programs: NVIDIA's assembler and disassembler.
-      gpu: the GPU that the program was compiled for.
       depths: head dims of keys and of values, if the program is attention; else None.
 
     Returns:
@@ -154,9 +152,6 @@ def _iter_kernel_figures(
       text: a PTX file.
       heard: output lines of `ptxas --verbose` for this file.
       code: the disassembly of this file.
-      shared: shared memory in bytes, by kernel name.
-      gpu: the GPU that the program was compiled for.
-      depths: head dims of keys and of values, if the program is attention; else None.
     """
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):

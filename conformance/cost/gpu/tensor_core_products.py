@@ -65,7 +65,6 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
 
     Args:
       opcode: the opcode with its modifiers.
-      operands: text of the operands.
       constants: by name of a uniform register, its value; only registers whose value is known.
     """
     if shape := _WARP.match(opcode):

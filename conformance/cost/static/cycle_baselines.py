@@ -119,12 +119,7 @@ def select_estimates(figures: Mapping[str, float]) -> Figures:
 
 
 def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """List regressions as lines of text: numbers that rose by more than `MAX_SLOWDOWN`, and numbers that are missing.
-
-    Args:
-      recorded: recorded static cycles of one baseline, by name.
-      now: newly measured static cycles of the same baseline, by name.
-    """
+    """List regressions as text: numbers that rose by more than `MAX_SLOWDOWN`, and numbers that are missing."""
     gone = [f"{name} is no longer known, and was {recorded[name]:,.0f}" for name in recorded if name not in now]
     return gone + [
         f"{name} is {now[name]:,.6g}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.6g}"
@@ -153,7 +148,6 @@ def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: 
 
     Args:
       found: static cycles by `format_key`.
-      path: the file.
       platform: `"tpu"` or `"gpu"`, which determines the compiler.
     """
     table = read_baselines(path)

@@ -101,14 +101,10 @@ def tune_statically(
     their second candidates, and so on.
 
     Args:
-      implementation: the implementation to tune.
       tunable: the implementation's declaration of knobs, which must have a `native` call.
-      case: the case to compile.
-      target: the chip to compile for.
       compiled: function that compiles a call of the problem, with gradients if a knob belongs to the backward pass.
       knobs: the knobs to choose. If one of them chooses among kernels, kernels whose knob is not in `knobs` keep the
         setting in force.
-      on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
       the choice for each of `knobs`, in the same order.
@@ -173,11 +169,8 @@ def _estimate_candidate(
     """Build the estimate of a candidate from the result of compiling it.
 
     Args:
-      knob: the knob that the candidate is for.
-      setting: the candidate setting.
       told: measurements of the compiled program, or the reason why it does not compile.
       traffic: HBM traffic of the kernel besides its blocks.
-      target: the chip, which determines the HBM bandwidth.
     """
     if isinstance(told, str):
         return Estimate(setting, None, told)
@@ -207,9 +200,7 @@ def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticCho
     The first set is chosen, unless another set is shorter by more than `MIN_SAVING`.
 
     Args:
-      knob: a knob that chooses among sets of kernels.
       before: the knob's setting in force, which is kept if the chosen set has no known cycles.
-      choices: by name of a kernel's knob, its choice.
     """
     estimates = []
     for setting, names in knob.ways:

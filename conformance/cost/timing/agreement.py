@@ -63,9 +63,7 @@ class SampledRows:
 
         Args:
           case: the case; its seed chooses the queries.
-          problem: the operands of the case.
           cotangent: cotangent of `out`, `[B, T, N, V]`.
-          tolerances: limits of the checks.
         """
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
@@ -85,7 +83,6 @@ class SampledRows:
         """Compare `out`, and gradients if there are any, with the oracle.
 
         Args:
-          implementation: the implementation that computed the results.
           results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
 
         Returns:

@@ -48,10 +48,6 @@ def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: in
 def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
     """Compute which keys the queries in `rows` may attend to, by mask and segment ids.
 
-    Args:
-      problem: the operands of a case.
-      rows: indices of queries, `[rows]`.
-
     Returns:
       booleans `[b, n, rows, S]`, where `b` is B or 1, and `n` is N or 1.
     """

@@ -127,7 +127,6 @@ def compare_all(
       comparisons: pairs of a case and a phase. Each pair is one comparison of all implementations.
       limits: limits on how long to measure. Seconds that a comparison does not use go to later comparisons.
       tolerances: limits of the checks; errors are reported as multiples of them.
-      on_step: function that is called with a description of each step, for the progress display.
       on_compared: function that is called with the measurements of each comparison.
     """
     found: list[Measurement] = []
@@ -244,8 +243,6 @@ def prepare_entrant(
     """Compile an implementation, run it once, and check its results.
 
     Args:
-      implementation: the implementation to time.
-      drawn: the case and its operands.
       phase: one of `PHASES` in `reports.records.measurement`.
       compiled: function that returns the program if it was compiled before, or raises the exception that compiling it
         raised. If None, the program is compiled here.
@@ -295,10 +292,7 @@ def _build_measurements(
     """Yield one measurement for each entrant; the baseline is the first timed entrant that agrees with the oracle.
 
     Args:
-      entrants: the entrants by name of the implementation.
       sampled: seconds of each entrant, and exceptions of those that raised.
-      drawn: the case.
-      phase: the phase that was timed.
       ceiling: rate of the large matrix product in floating-point operations per second; None if it was not timed.
     """
     for name, error in sampled.failures.items():

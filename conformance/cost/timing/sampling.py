@@ -64,8 +64,6 @@ def interleave(
       least: least duration of a sample in seconds. Dispatch or the resolution of the clock would dominate a shorter
         sample. So a sample consists of as many successive calls as this duration takes.
       warm_up: number of seconds after which no further round of warming up starts.
-      clock: function that returns the time in seconds, from any origin.
-      on_round: function that is called with the number of finished rounds.
     """
     running = dict(functions)
     failures: dict[str, Exception] = {}

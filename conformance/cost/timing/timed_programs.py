@@ -56,8 +56,6 @@ def compile_program(
     """Compile one call of an implementation for the default device, with gradients if the phase includes them.
 
     Args:
-      implementation: the implementation to call.
-      problem: the operands of the call.
       cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
       phase: one of `PHASES` in `reports.records.measurement`.
 
@@ -102,9 +100,6 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 def measure_device_peak(work: Callable[[], None]) -> float | None:
     """Measure the peak memory of some work, as the allocator's high-water mark minus the bytes in use before the work.
-
-    Args:
-      work: function that does the work.
 
     Returns:
       the bytes; None if the device does not report them. Also None if the work does not raise the high-water mark,

@@ -88,14 +88,8 @@ def tune_by_time(
     """Tune `knobs` one after the other on one case.
 
     Args:
-      implementation: the implementation to tune.
-      tunable: the implementation's declaration of knobs.
-      case: the case to time the implementation on.
       limits: largest number of rounds of each knob's last stage, and of seconds of timing over all knobs.
-      tolerances: limits of the checks, to check the results of candidates.
       knobs: the knobs to tune, in order. A knob without candidates for the case keeps its setting.
-      on_step: function that is called with a description of each step, for the progress display.
-      on_choice: function that is called with the result of each knob.
     """
     settings = dict(tunable.settings(case))
     choices: list[KnobChoice] = []
@@ -200,7 +194,6 @@ def halve_candidates(
     Args:
       names: names of the candidates that can be timed.
       current: name of the setting in force. If it is in `names`, it is the baseline in every stage.
-      times: function that times candidates side by side.
       limits: largest number of rounds of the last stage, and of seconds over all stages.
     """
     found: dict[str, Measurement] = {}

@@ -108,7 +108,6 @@ def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[
     The search enters inner jaxprs: called functions with their known arguments, and the bodies of loops without them.
 
     Args:
-      jaxpr: the program to search.
       env: known values by variable; values that the program computes are added.
     """
     for equation in jaxpr.eqns:
@@ -174,8 +173,6 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
     Pallas moves a block in each step that uses another block of the array than the step before.
 
     Args:
-      mapping: Pallas's grid mapping.
-      grid: number of steps along each axis of the grid.
       lists: the scalar operands, on which the index of a block may depend.
     """
     steps = math.prod(grid)
@@ -238,7 +235,6 @@ def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
     """Compute the words of an array in the order in which they lie in scalar memory.
 
     Args:
-      values: the array.
       layout: layout of the array in the memory that it is copied from, in HLO text: `1,0:T(8,128)(4,1)S(1)`.
 
     Returns:

@@ -105,7 +105,6 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
     """Simulate a schedule from its first bundle to its last, and count the bundles that run.
 
     Args:
-      bundles: text of each bundle.
       lists: by index of a known scalar operand, its words in the order in which they lie in scalar memory.
       delay: number of delay slots: bundles after a branch that run whether or not the branch is taken.
       core: index of the simulated core among the cores that share the call.

@@ -43,9 +43,6 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
     Args:
       letter: the axis, in the letters of `NOUNS`.
-      wrong: booleans along the axis.
-      judged: booleans along the axis, true for judged indices.
-      group: number of query heads that share a key/value head.
 
     Returns:
       the description; None if every judged index is wrong, or no description fits.

@@ -128,13 +128,8 @@ def _do_rows_fit(
     """Check whether rows fit, each with a factor of its own: one column determines it, the other columns must agree.
 
     Args:
-      failure: the wrong result.
       got: what the rows hold, `[rows, columns]`.
-      right: the right values.
-      bound: bounds of the right values.
       predicted: the right values times each row's factor.
-      widened: bounds of the predicted values.
-      wrong: which elements are wrong.
     """
     tolerance = failure.limit * np.maximum(bound, widened)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -118,12 +118,8 @@ def build_failure(
     """Build the failure of a comparison; None if the meaning of the axes is not known.
 
     Args:
-      observable: name of the result, such as `out` or `dq`.
-      got: what the implementation returned.
-      expected: the right values with their bounds.
       judged: booleans broadcastable to the shape; all by default.
       limit: the largest ratio that passes.
-      problem: the problem of the case.
       core: right results of the whole, unchanged problem. If `expected` is not one of them, the result belongs to a
         changed problem, to which the mask does not apply.
     """

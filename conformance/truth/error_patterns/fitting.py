@@ -82,7 +82,6 @@ class Sample:
         """Check whether a prediction explains the errors.
 
         Args:
-          predicted: the predicted values.
           bound: bounds of the predicted values; those of the right values by default.
           parameters: how many numbers of the prediction were fitted to the values.
         """

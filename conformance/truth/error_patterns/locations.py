@@ -72,7 +72,6 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
     """Find the location of the wrong elements; None if no location is accepted.
 
     Args:
-      failure: the wrong result.
       special: booleans of elements that hold a special value, such as NaN. If given, their location is found instead.
     """
     wrong = failure.wrong if special is None else special

@@ -18,7 +18,6 @@ def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorM
     """Draw the picture of a wrong result; None if the result has neither rows nor keys.
 
     Args:
-      failure: the wrong result.
       blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
     """
     letters = failure.letters
@@ -101,8 +100,6 @@ def _draw_cells(ratios: np.ndarray, lost: np.ndarray, limit: float) -> tuple[str
 
     Args:
       ratios: ratios `[rows, columns]`, -1 where nothing is judged.
-      lost: where the result is NaN or infinite.
-      limit: the largest ratio that passes.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.ceil(np.log10(np.where(ratios > 0, ratios, 0.0) / limit))

@@ -74,13 +74,7 @@ def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
 
 
 def _find_special_values(failure: Failure, elements: np.ndarray, what: str) -> Pattern | None:
-    """Describe the location of elements that hold a special value, such as NaN; None if they have no location.
-
-    Args:
-      failure: the wrong result.
-      elements: booleans, true for the special elements.
-      what: name of the special value.
-    """
+    """Describe the location of elements that hold a special value, such as NaN; None if they have no location."""
     if np.array_equal(elements, failure.judged):
         return Pattern(f"{what} everywhere")
     where = find_location(failure, elements)

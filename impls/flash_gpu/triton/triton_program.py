@@ -220,10 +220,7 @@ class Launch:
 
         Args:
           name: name of the kernel in profiles.
-          kernel: function that reads and writes references by name.
-          arrays: inputs by name.
           specs: the part of each input that a program sees.
-          out_shapes: shape and dtype of each output.
           out_specs: the part of each output that a program sees.
         """
         # `shard_map` checks over which mesh axes arrays vary: constants and outputs must name the operands' axes.
