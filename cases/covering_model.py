@@ -19,8 +19,6 @@ class Lengths:
 
     Attributes:
       phase: `train`, `prefill` or `decode`.
-      q: number of queries.
-      kv: number of keys.
       may_swap: whether q and kv are exchanged in some cases.
       instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
         `instead_of`.

@@ -44,9 +44,6 @@ class Rotation:
     Pair `p` rotates by the angle `position * frequency[p]`, with the position from stream `streams[p]`.
 
     Attributes:
-      first: first dimension of each pair.
-      second: second dimension of each pair.
-      streams: index of the position stream.
       frequency: angle per position, float64.
     """
 

@@ -66,9 +66,6 @@ class NamedProblem:
     """One attention task of the benchmark, with the cases that judge a kernel for it.
 
     Attributes:
-      name: the problem's name, as `--problem` takes it.
-      task: the benchmark's name of the task.
-      about: a description of the task in a few words.
       takes: the operands of the kernel's function `workload`, and its result, with their shapes.
       small: ids of the cases of moderate size, for any machine.
       full: ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.

@@ -27,8 +27,6 @@ class Shape:
 
     Attributes:
       phase: `train`, `prefill` or `decode`.
-      q: number of queries.
-      kv: number of keys.
       heads: `(B, N, K)`: batch rows, query heads, key/value heads.
       depths: `(H, V)`: depth of queries and keys, depth of values.
       instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support

@@ -26,7 +26,6 @@ class TemporaryFolder:
     """A temporary folder that this process has locked.
 
     Attributes:
-      path: the path of the folder.
       lock: a descriptor. The folder is locked while this or a duplicate in another process is open.
     """
 

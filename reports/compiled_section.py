@@ -71,7 +71,6 @@ class CompilationNote:
 
     Attributes:
       contender, targets, verdict, reason: those of the records with this reason.
-      count: the number of these records.
       example: the case id of the first of them.
     """
 

@@ -76,7 +76,6 @@ class RunSummary:
 
     Attributes:
       contenders: the verdict on each contender.
-      headline: one sentence about the whole run.
       state: whether the run is complete, and to which part of its level it was narrowed.
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
     """

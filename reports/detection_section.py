@@ -25,8 +25,6 @@ class CheckPower:
     """The number of planted bugs that one check detects, and the time that the check took.
 
     Attributes:
-      check: the name of the check.
-      kills: the number of bugs that the check detects.
       alone: the bugs that only this check detects.
       seconds: the time that the check took in all measurements, those of bugs that were removed later included.
     """
@@ -43,9 +41,6 @@ class Detection:
 
     Attributes:
       level: the level (such as `quick`) with whose cases the bugs were judged.
-      environment: names and versions of the software that was used.
-      bugs: rows of the measured table, one for each planted bug.
-      survivors: the rows of bugs that no check detects.
       families: how many bugs of each family there are, and how many are detected.
       checks: how many bugs each check detects, and at what cost.
       idle: checks that detect only bugs that other checks detect too.

@@ -23,7 +23,6 @@ class DistanceRow:
     Attributes:
       name: the check, or the label of the contender.
       by_dtype: for each dtype, the judged figure closest to its limit or furthest beyond it.
-      red: how many records of the row are red.
       red_without_figure: how many of them have no figure, such as calls that raised.
     """
 

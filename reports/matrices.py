@@ -26,7 +26,6 @@ class MatrixCell:
     """A cell of a matrix: the records of one contender for one feature or one check.
 
     Attributes:
-      counts: the number of records by verdict.
       worst: the judged error figure that is closest to its limit, or furthest beyond it.
       reasons: the reasons why some of the records were not judged.
       shown: the records that the page shows if its script does not run, red ones first.

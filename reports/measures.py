@@ -53,7 +53,6 @@ class Distribution:
       over: how many of these records are beyond a limit.
       limits, rms_limits: the distinct limits of the records.
       spread: the spread of the records' largest ratios as shares of their limits.
-      max_ratio: the largest ratio.
       max_ratio_flash: the largest ratio against the backward pass from the saved `out` and `logsumexp`.
       max_rms: the largest root mean square of ratios.
       max_rms_share: the largest root mean square as a share of its limit.

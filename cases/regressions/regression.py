@@ -15,7 +15,6 @@ class Regression:
     """A published bug of an attention kernel, with the smallest case that triggers it.
 
     Attributes:
-      name: the name of the bug in lists and reports, lower-case words with hyphens.
       case: a case that meets the condition of the bug, and is otherwise as small and plain as possible.
       kind: the family and class of the bug, such as `cap.order-mask`.
       reference: the publication of the bug: `owner/repository#number` for an issue or pull request,

@@ -75,7 +75,6 @@ class Step:
     """One step of a trace: a call.
 
     Attributes:
-      problem: the operands of the call.
       queries: the tokens whose results the call computes, `(request, start, stop)` for each request of the call.
     """
 

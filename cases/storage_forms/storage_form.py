@@ -29,10 +29,8 @@ class StorageSpec:
     """The storage of a case, parsed from its id.
 
     Attributes:
-      form: the name of the storage form.
       size: the number of tokens in a page, or of slots in a ring; None for a form without pages or rings.
       shared: whether sequences have a common prefix, and share the pages of that prefix.
-      q_lengths: the number of queries of each sequence; empty if all have `T`.
     """
 
     form: str

@@ -27,7 +27,6 @@ class Storage:
     """The place in memory of every operand of a problem; all arrays are int32.
 
     Attributes:
-      form: the name of the storage form.
       q_rows: for each stored query, its dense query `b * T + i`, or `NOBODY`. The shape is `[total_q]` if queries are
         packed, and `[rows, T]` if each sequence has a row.
       places: for each dense query, its index in the flattened `q_rows`, or `NOBODY`, `[B, T]`.

@@ -34,10 +34,6 @@ class ObservedProgram:
     """A program compiled for an absent accelerator, in all its stages.
 
     Attributes:
-      target: the chip that the program was compiled for.
-      traced: the traced program, a `jax.stages.Traced`.
-      lowered: the lowered program, a `jax.stages.Lowered`.
-      compiled: the compiled program, a `jax.stages.Compiled`.
       folder: a temporary folder with the files that an observer asked the compiler to write.
       printed: lines that the compiler of Mosaic GPU kernels printed.
       depths: the head dimensions of keys and of values (H, V), if the program is attention; otherwise None.

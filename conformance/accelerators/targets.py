@@ -70,8 +70,6 @@ class CompileTarget:
     """A chip to compile for.
 
     Attributes:
-      name: name of the chip in records.
-      toolchain: the compiler of the chip's platform.
       topology: keyword arguments that describe the chip to `jax.experimental.topologies.get_topology_desc`, in addition
         to the platform.
     """

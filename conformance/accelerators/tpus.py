@@ -22,12 +22,9 @@ class Tpu:
     arXiv:2304.01433), 1.5 GHz for v5e, 1.75 GHz for v5p and v6e, and 2.2 GHz for 7x.
 
     Attributes:
-      name: name of the generation in records.
       topology: the smallest topology of this generation that libtpu describes.
-      kind: the device's `jax.Device.device_kind`.
       cores: number of cores of a JAX device; the cores share one kernel call.
       tflops: peak of a chip in bf16, in TFLOP/s.
-      chip_cores: number of tensor cores of a chip.
       operations: operations that one core's matrix units do in a cycle, in bf16.
       hbm_gbps: bandwidth between HBM and one device, in 10^9 bytes per second.
       delay: number of delay slots, which are bundles after a branch that run whether or not the branch is taken. The

@@ -23,9 +23,7 @@ class JudgedSubject:
     """An implementation to judge, and how reports and code name it.
 
     Attributes:
-      implementation: the implementation.
       expression: how code in the caller's namespace names what was passed.
-      is_sandboxed: whether it runs in a process of its own.
     """
 
     implementation: Implementation

@@ -51,8 +51,6 @@ class Subject:
 
     Attributes:
       executor: the object that runs the implementation, in this process or in its sandbox.
-      case: the attention problem.
-      tolerances: the table of limits.
       rotation: the selection of costly parts of checks that run on this case (`check_api.rotation`).
       needs_gradients: whether checks of this run will call `gradients`. Then one program computes them with `forward`.
     """

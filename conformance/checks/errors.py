@@ -54,9 +54,7 @@ class _WrongCall:
     """A call with wrong arguments, which an implementation should refuse.
 
     Attributes:
-      observable: the name of the judgement.
       names: words, one of which the error's message must contain.
-      given: the arguments of the call.
       traced: the name of the argument that is a tracer in the call; empty if there is none.
       meant: the problem that the arguments may reasonably mean. An implementation may accept the call if its result is
         right for this problem. None if the call must be refused.

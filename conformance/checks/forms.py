@@ -32,7 +32,6 @@ class _Form:
     Attributes:
       name: the name of the form. The observable is `out.` followed by this name.
       meant: the problem that the call means, which the oracle gets.
-      given: arguments that replace those of `meant` in the call.
       case: the case of `meant`, if it is not the subject's case.
     """
 

@@ -38,10 +38,7 @@ class _Part:
 
     Attributes:
       name: the name of the part, the last part of the names of judgements such as `out.first`.
-      batch: the index of the batch row.
-      kv_head: the index of the key/value head.
       heads: the query heads that read this key/value head.
-      rows: the range of queries.
     """
 
     name: str

@@ -26,8 +26,6 @@ class ProblemPair:
     """The problem of a case, and another problem with the same shapes, dtype and static arguments.
 
     Attributes:
-      subject: the subject whose case the first problem is.
-      problems: both problems.
       cotangents: a cotangent of `out` for each problem; empty if the subject has no gradients.
     """
 

@@ -72,10 +72,7 @@ class _Instruction:
     """One HLO instruction of the schedule.
 
     Attributes:
-      name: name of the result.
-      opcode: name of the operation.
       sizes: bytes of the result; one number for each array if the result is a tuple.
-      operands: names of the operands.
       shared: pairs (index of an array of the result, index of the operand whose buffer that array reuses).
       put_together: whether the result joins operands that are already adjacent in memory, without copying them.
       index: for a get-tuple-element, the index of the tuple's element; otherwise None.

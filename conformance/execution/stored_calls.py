@@ -120,10 +120,6 @@ class LatentCall:
     """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
 
     The gradient of the latent is returned as that of k. The gradient of v is zero.
-
-    Attributes:
-      call: the kernel's call, which takes q and the latent.
-      form: the storage form.
     """
 
     call: Callable[..., Any]
@@ -161,7 +157,6 @@ class StoredCall:
 
     Attributes:
       call: the kernel's call, which takes stored operands and tables.
-      form: the storage form.
       counts: whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without
         queries and keys.
       writes: whether the call writes the new tokens into pages.

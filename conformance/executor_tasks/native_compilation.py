@@ -29,10 +29,8 @@ class CompiledProgram:
     """The outcome of compiling one program.
 
     Attributes:
-      target: the name of the accelerator's generation.
       program: the name of the program, such as `"gradients"`.
       outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
-      reason: why the program was not compiled; empty if it was.
       figures: sizes and times that the compiler reports, by name; empty if the program was not compiled.
     """
 

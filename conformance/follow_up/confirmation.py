@@ -53,8 +53,6 @@ class Suspicion:
     """The properties of a case (levels) that a failure seems to depend on.
 
     Attributes:
-      implementation: the name of the implementation that fails.
-      check: the name of the check that fails.
       failing: the id of a case that fails.
       levels: for each level that the failure seems to need, the fields of a case that decide the level.
       counters: for each level, values by field that remove the level from a case. Needed if the plain case has the

@@ -47,9 +47,6 @@ class ProcessSpec:
     Attributes:
       function: the function to run, which must be picklable. Its arguments are the passed file descriptors, then
         `arguments`.
-      arguments: the further arguments of `function`.
-      environ: the environment of the process.
-      folder: the current folder of the process.
       may_fork: whether the process itself may request processes from the fork server.
     """
 

@@ -27,14 +27,8 @@ class SuggestedEntry:
     """A suggested entry of the table of expected failures.
 
     Attributes:
-      implementation: the implementation that fails.
       case: a query that matches the failing cases.
-      check: the checks that fail.
-      observable: patterns of the results that fail.
       some: whether the entry also matches passes.
-      failures: number of failures that the entry matches.
-      passes: number of passes that the entry matches.
-      example: the id of one failing case.
     """
 
     implementation: str

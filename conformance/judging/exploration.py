@@ -26,18 +26,14 @@ class Exploration:
       records: the records of every drawn case that was right, and of the smallest wrong case.
       failing: the smallest wrong case, or None if no case was wrong.
       first: the wrong case as it was drawn, before shrinking; None if no case was wrong.
-      judged: number of drawn cases that were judged.
       unjudged: number of cases that do not discriminate, or that no check could judge.
       declined: number of drawn cases that the implementation does not support.
       shrinks: number of cases judged to shrink the first wrong one.
       shrunk: whether shrinking ran to its end.
       reached: number of judged cases with each feature, distribution of values and phase.
-      clues: the numbers found in the implementation's source.
       used: the clues that were tried, with the size or soft cap of a judged case that was at or beside the clue.
       beyond: number of pairs of properties (marks, `cases.case_space.novelty`) that judged cases combine and no case of
         the grids does.
-      seconds: duration of the exploration.
-      interrupted: whether a signal stopped the exploration.
     """
 
     records: list[Record]

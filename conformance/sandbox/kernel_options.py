@@ -21,11 +21,9 @@ class KernelOptions:
 
     Attributes:
       products: the precision in which plain functions multiply f32 operands (`--products`); None if not given.
-      in_process: whether all kernels run in the judge's process, for debugging (`--in-process`).
       timeout: the most seconds that one call may take; None if not given.
       memory: the most memory that a kernel's process may take, in GiB; None if not given.
       problem: the named problem whose operands the kernels take (`--problem`); None if not given.
-      sandbox: the files and environment variables that the user allows or hides.
       require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
       handshakes: the first handshakes of kernels, by name, from the process that started this one.
     """

@@ -104,7 +104,6 @@ class _PendingCall:
     """A call that `begin` has started and whose result `call` has not returned yet.
 
     Attributes:
-      request: the request that was sent.
       size: the number of bytes of the serialized request.
       message: the answer, once it is received; None before.
     """

@@ -31,16 +31,7 @@ REQUEST_LENGTH = struct.Struct("<Q")
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """The request to load a kernel.
-
-    Attributes:
-      name: the kernel, as given to `--impl`.
-      products: the value of `--products`.
-      problem: the value of `--problem`.
-      path: `sys.path` of the judge.
-      scratch: the folder that the process may write to.
-      sandbox: the command's policy for the sandbox.
-    """
+    """The request to load a kernel."""
 
     name: str
     products: str | None
@@ -59,8 +50,6 @@ class CallRequest:
       variant: the name of one of the implementation's variants; empty for the implementation itself.
       generation: a number that distinguishes executors with the same options. Each compiles its own programs.
       function: a function of `conformance.executor_tasks`, or of another module of this project.
-      arguments: the function's arguments after the executor.
-      keywords: the function's keyword arguments.
     """
 
     options: tuple[tuple[str, bool | int], ...]

@@ -55,7 +55,6 @@ class Similarity:
     """A planted bug, and how similar its failures are to those of a kernel.
 
     Attributes:
-      bug: the planted bug.
       similarity: Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes.
       shared: the results that are wrong in both the bug and the kernel.
       rest: number of the kernel's wrong results that are right in the bug.

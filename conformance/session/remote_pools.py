@@ -21,10 +21,7 @@ class RemotePool:
     """Processes that judge for this one.
 
     Attributes:
-      pool: runs tasks in them.
       environment: facts for the run record, on workers of another platform.
-      notes: lines for the user.
-      close: ends the connection to them.
     """
 
     pool: TaskPool

@@ -17,8 +17,6 @@ class PlatformSelection:
     """The implementations that run natively on a required platform, and those that do not.
 
     Attributes:
-      platform: the required platform.
-      kept: the implementations to judge.
       left_out: pairs of a reason and the names of the implementations that are left out for it.
     """
 

@@ -23,9 +23,6 @@ class Outputs:
     """The files to which a run writes its results; None for those that are not requested.
 
     Attributes:
-      report: the HTML page.
-      json: the file of records.
-      markdown: the Markdown summary.
       step: the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub.
     """
 

@@ -34,7 +34,6 @@ class CreatedEnvironment:
     """An environment that exists on disk.
 
     Attributes:
-      python: the interpreter.
       packages: the installed packages with their versions, as `pip freeze` prints them, without this project.
     """
 

@@ -40,9 +40,6 @@ class RowOutcome:
     Attributes:
       state: `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`.
       reason: why it was not judged; empty if it was.
-      functions: the names of the judged functions.
-      level: the level of the grid.
-      packages: the packages of the environment with their versions.
       seconds: the duration of judging and timing, without the time of an earlier, stopped run.
     """
 

@@ -25,7 +25,6 @@ class Comparison:
     Attributes:
       ratio: the largest `|got - expected| / bound` of the judged elements.
       rms: the root mean square of these ratios.
-      count: the number of judged elements.
       worst: the element with the largest ratio, if any was judged.
       problem: why the result cannot be compared at all; otherwise empty.
     """

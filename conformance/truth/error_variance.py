@@ -78,8 +78,6 @@ class ErrorVariance:
     """Exact values of a result with the expected variance of a correct kernel's errors; arrays have its shape.
 
     Attributes:
-      value: the exact values.
-      variance: variance of the errors.
       ulp: spacing of the output dtype at each value.
     """
 

@@ -43,11 +43,8 @@ class Stream:
     """One projection (q or k) before and after each step of a front end, as the backward pass needs it.
 
     Attributes:
-      steps: names of the steps, in order.
       at: position streams `[3, L]`.
       norm: weights of the norm `[H]`; None if there are none.
-      before: the input of each step.
-      after: the output of the last step.
     """
 
     steps: tuple[str, ...]
@@ -82,8 +79,6 @@ class FrontEnd:
     """The operands that a front end made from raw projections, with what its backward pass needs.
 
     Attributes:
-      q: the queries.
-      k: the keys.
       v: the values, which no step changes.
       shared: whether the values are the raw keys.
     """

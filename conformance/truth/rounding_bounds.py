@@ -90,7 +90,6 @@ class Bounded:
     """Exact values with an error bound for each element; both arrays are float64 and have the same shape.
 
     Attributes:
-      value: the exact values.
       bound: how far a correct implementation may be from each of them.
     """
 
@@ -107,7 +106,6 @@ class OperandErrors:
     err(dp), `scale sum |dx| dk` to E(dq), and `scale sum |dx| dq` to E(dk).
 
     Attributes:
-      dtype: the dtype that the implementation computes in (`f32`, `bf16`, `f16`).
       q: largest error of each query, `[B, T, N, H]`.
       k: largest error of each key, `[B, S, K, H]`.
       v: largest error of each value, `[B, S, K, V]`.

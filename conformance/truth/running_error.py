@@ -25,7 +25,6 @@ class BoundedNumber:
     """An array of exact values in float64 with error bounds of the same computation in f32.
 
     Attributes:
-      value: the exact values.
       error: how far a computation in f32 may be from each exact value.
     """
 

@@ -26,9 +26,7 @@ class Candidate:
     """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call.
 
     Attributes:
-      kernel: the implementation.
       platform: platform of the process for which the kernel is chosen; None for any.
-      phases: phases for which the kernel is chosen.
       special: whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
       up_to_logits: largest `B * N * T * S` for which the kernel is chosen; None for any.
     """
@@ -86,8 +84,6 @@ class Route:
     """The kernel that is chosen for a call, with the reason.
 
     Attributes:
-      kernel: name of the kernel.
-      reason: why the kernel was chosen.
       passed_over: names of earlier candidates, each with the reason why it was not chosen. So no fallback is silent.
     """
 

@@ -72,10 +72,7 @@ class _GatherPlan:
     """Static part of a call of all-gather attention.
 
     Attributes:
-      local: the kernel with its masks.
       masks: for each device, the index of its queries' mask in `local.masks`.
-      keys: how keys are distributed.
-      axis_name: the mesh axis.
     """
 
     local: LocalAttention

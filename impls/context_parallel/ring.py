@@ -106,10 +106,8 @@ class _RingPlan:
     """Static part of a call of ring attention.
 
     Attributes:
-      local: the kernel with its masks.
       table: `table[rank][source]` is the index, in `local.masks`, of the mask between the queries of device `rank` and
         the keys of device `source`.
-      axis_name: the mesh axis.
     """
 
     local: LocalAttention

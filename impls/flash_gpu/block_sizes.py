@@ -158,7 +158,6 @@ class Entry:
       device: text that JAX's device kind must contain; empty for any device.
       max_depth: largest head depth, of keys or values, that the row is for.
       max_itemsize: bytes of the largest operand dtype that the row is for.
-      sizes: block sizes of all kernels.
       provenance: how the block sizes were found, for example measured, or counted in machine code.
       full_mask: whether the row is only for calls in which every query attends to every key.
     """

@@ -22,8 +22,6 @@ class PagedPlan:
 
     Attributes:
       left: number of keys before its own position that a query sees; None for all of them.
-      scale: factor of `<q, k>`.
-      soft_cap: bound of the logits; None without a soft cap.
       block_q: queries per tile, all of one sequence.
       block_pages: number of pages that are read together.
       value_dim: number of leading coordinates of a key that are its value; None if values have their own pages.

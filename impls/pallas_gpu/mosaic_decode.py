@@ -76,17 +76,11 @@ class DecodeShape:
     """Static part of a launch. It also has what `impls.pallas_gpu.mosaic_tiles` needs to know of a call.
 
     Attributes:
-      head_dim: depth of queries and keys.
-      v_head_dim: depth of values.
       rows: rows of queries per tile that are copied in and out, a multiple of 8; the others are zeros.
       columns: programs per share, one for each set of query heads that is computed together.
       columns_per_head: columns of one key/value head.
-      page_size: rows of a page.
       dtype: dtype of queries, in which tiles are multiplied.
       stored_dtype: dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`.
-      scale: factor of `<q, k>`.
-      soft_cap: bound of the logits; None without a soft cap.
-      interpret: whether and how the kernel is interpreted.
     """
 
     head_dim: int

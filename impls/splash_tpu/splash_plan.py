@@ -189,23 +189,14 @@ class SplashPlan:
 
     Attributes:
       mask: the mask as a formula; None if mask blocks are stored.
-      num_q_heads: query heads, N.
-      num_kv_heads: key/value heads, K.
       q_length: queries of one shard, T.
       kv_length: S.
       scale: factor of the logits; None for `1 / sqrt(H)`.
-      soft_cap: cap of the logits.
-      block_sizes: block sizes of each phase.
-      layouts: memory layouts of q, k and v.
       precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
       mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
       save_max_logits: whether the forward pass computes `max_logits`.
       checkpoint_name: name of the backward pass's residuals for `jax.checkpoint` policies.
       vmem_limit_bytes: VMEM a kernel may use; None for the capacity of the chip.
-      interpret: as for `pallas_call`.
-      forward: kinds of steps that occur in the forward pass.
-      dq: kinds of steps that occur in the kernel of dq.
-      dkv: kinds of steps that occur in the kernel of dk and dv.
     """
 
     mask: Mask | None

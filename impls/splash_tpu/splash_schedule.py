@@ -42,7 +42,6 @@ class KeySpan(NamedTuple):
 
     Attributes:
       start: index of the first key in the block.
-      size: number of keys.
       masked: whether the mask hides any of these keys from any query of the part.
       diagonal: `j - i` of the run's first key and the part's first query; None if known at run time only.
     """
@@ -187,8 +186,6 @@ class Steps:
     """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list.
 
     Attributes:
-      q: index of the block of queries.
-      kv: index of the block of keys.
       head: query head in its group, for order `"kv"` with a mask per head; else None.
       flags: `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on.
       place: index of the step's block in `stored`; None if the mask is a formula.

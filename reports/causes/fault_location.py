@@ -59,7 +59,6 @@ class Candidate:
 
     Attributes:
       rows: the rows that have the level, as a bit mask.
-      odds: the prior penalty of the level, in nats (`case_levels.Level.odds`).
     """
 
     rows: int

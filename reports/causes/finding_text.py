@@ -53,15 +53,12 @@ class FindingText:
     """The text of a finding in a report.
 
     Attributes:
-      number: the number of the finding in the report, from 1.
-      finding: the finding that the text describes.
       title: one sentence that says which results are wrong, and with which features of a case, such as "out is wrong
         with sinks".
       facts: the other facts about the finding, one line each.
       evidence: the measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line
         each.
       diagnosis: the planted bugs that the finding resembles; None if it was not compared with any.
-      resemblance: the diagnosis as text, one line each.
     """
 
     number: int

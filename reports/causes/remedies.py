@@ -19,8 +19,6 @@ class MaskLeak:
     """Failures of a contender because NaN or infinity behind the mask reaches a result.
 
     Attributes:
-      count: the number of failing records.
-      cases: the number of cases that these records judge.
       checks: the checks that fail, the most frequent first.
       tried: the number of these records that were judged again, and pass, under the declaration that memory behind the
         mask is finite.

@@ -80,7 +80,6 @@ class _RootCause:
     """A combination of levels that explains failures.
 
     Attributes:
-      kind: the kind of the failures, one of `KINDS`.
       signal: the name of the signal that shows the cause most plainly.
       combination: the levels, and the cases that have them.
     """

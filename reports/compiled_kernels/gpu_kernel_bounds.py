@@ -33,8 +33,6 @@ class KernelBound:
       masked: lower bound for a block in which the mask is evaluated.
       issue, masked_issue: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a masked
         one.
-      registers: registers per thread.
-      spilled: bytes of spilled registers per thread.
       spill_slots: instructions in the loop that load or store spilled registers.
       occupancy: resident warps, as a fraction of the most that a multiprocessor can hold.
     """

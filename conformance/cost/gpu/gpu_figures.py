@@ -39,12 +39,7 @@ _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaTools:
-    """Paths of NVIDIA's assembler and disassembler.
-
-    Attributes:
-      ptxas: path of the assembler.
-      nvdisasm: path of the disassembler; None if it is not installed.
-    """
+    """Paths of NVIDIA's assembler and disassembler."""
 
     ptxas: Path
     nvdisasm: Path | None

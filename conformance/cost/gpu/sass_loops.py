@@ -31,10 +31,7 @@ class Instruction:
 
     Attributes:
       opcode: the opcode with its modifiers, such as `HMMA.16816.F32.BF16`.
-      operands: text of the operands.
       predicate: the predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
-      labels: labels directly before the instruction.
-      product: the matrix product that the instruction computes on the tensor cores; None if it computes none.
     """
 
     opcode: str
@@ -194,11 +191,9 @@ class _LoopPaths:
     """The paths through a loop from its head back to it.
 
     Attributes:
-      code: the instructions of the function.
       blocks: the basic blocks of the function, as ranges of instructions.
       follow: for each block, the indices of its successors.
       order: indices of reachable blocks in reverse post-order.
-      head: index of the first block of the loop.
       body: indices of the loop's blocks that a path may use.
     """
 

@@ -26,13 +26,8 @@ class MatrixProduct:
     """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`.
 
     Attributes:
-      m: number of rows of the result.
-      n: number of columns of the result.
-      k: number of terms of each sum.
       bits: number of bits of an element of the operands.
       warps: number of warps that share the product; 0 if all warps of the block share it.
-      first_in_shared_memory: whether the left operand is in shared memory.
-      second_in_shared_memory: whether the right operand is in shared memory.
     """
 
     m: int

@@ -31,9 +31,6 @@ class CycleBaseline:
     """A kernel call whose static cycles are recorded: an implementation on a case, with gradients if the case has them.
 
     Attributes:
-      implementation: name of the implementation.
-      case: id of the case.
-      platform: `"tpu"` or `"gpu"`.
       only: names of the chips that this baseline is recorded for; empty for all chips of the platform.
     """
 

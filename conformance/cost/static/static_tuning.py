@@ -47,9 +47,7 @@ class Estimate:
     """The static cycles of one candidate setting.
 
     Attributes:
-      setting: the candidate setting.
       cycles: cycles of the kernel's call with this setting; None if they are not known.
-      reason: the reason why the cycles are not known; otherwise empty.
       beside: cycles of HBM transfers before and after the call (`Knob.traffic`).
     """
 

@@ -58,8 +58,6 @@ class DrawnCase:
     """A case with the data that all timed implementations share.
 
     Attributes:
-      case: the case.
-      problem: operands of the case.
       cotangent: cotangent of `out` for timed calls, `[B, T, N, V]`.
       sample: the sampled queries whose results are compared with the oracle.
     """
@@ -86,9 +84,6 @@ class Entrant:
     """An implementation that is compiled and ready to be timed.
 
     Attributes:
-      implementation: the implementation.
-      program: the compiled program of the implementation.
-      finding: result of comparing the program's results with the oracle.
       memory: memory of the program in bytes, by the names that `Measurement.memory` uses.
     """
 
@@ -100,12 +95,7 @@ class Entrant:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonResult:
-    """Result of timing implementations side by side.
-
-    Attributes:
-      measurements: one measurement for each implementation, case and phase.
-      interrupted: whether Ctrl-C ended the timing.
-    """
+    """Result of timing implementations side by side."""
 
     measurements: list[Measurement]
     interrupted: bool

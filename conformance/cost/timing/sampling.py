@@ -35,8 +35,6 @@ class Samples:
     Attributes:
       seconds: by name of a function, its mean seconds per call in each round; only functions that ran in every round.
       calls: by name of a function, the number of calls in each of its samples.
-      failures: by name of a function that raised, its exception.
-      interrupted: whether Ctrl-C ended the timing.
     """
 
     seconds: Mapping[str, tuple[float, ...]]

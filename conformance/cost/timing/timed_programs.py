@@ -29,7 +29,6 @@ class TimedProgram:
       call: function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
         results by name, on the device.
       cotangent: cotangent of `out` for timed calls, on the device.
-      compile_seconds: seconds of tracing, lowering and compiling.
       memory: `temporary` and `peak` memory in bytes; empty if the compiler does not report them.
     """
 

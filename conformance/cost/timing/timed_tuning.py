@@ -62,9 +62,7 @@ class TuningResult:
     """Result of tuning an implementation on one case.
 
     Attributes:
-      case: the case.
       settings: the settings of all knobs after tuning, by name of the knob.
-      choices: the result of each knob that was tuned.
       interrupted: whether Ctrl-C left some knobs untuned.
     """
 

@@ -36,7 +36,6 @@ class PallasCall:
     """One call of a Pallas kernel.
 
     Attributes:
-      name: name of the kernel.
       grid: number of steps along each axis of the grid; empty if it is not known.
       lists: by index of a scalar operand, its values; only operands whose values are known.
       hbm_bytes: bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another

@@ -47,7 +47,6 @@ class ScalarInstruction:
 
     Attributes:
       result: name of the instruction's result; empty if it has none.
-      code: the opcode.
       given: texts of the operands: names, numbers, and addresses in memory.
       condition: name of the predicate under which the instruction acts, with `!` in front if the predicate must be
         false; empty if the instruction always acts.
@@ -165,14 +164,7 @@ def _cannot_alias(stored: str, loaded: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A basic block: the bundles up to a branch and its delay slots.
-
-    Attributes:
-      length: number of bundles in the block.
-      work: for each instruction, a function that performs it.
-      target: index of the bundle that the branch jumps to.
-      taken: function that returns whether the branch is taken.
-    """
+    """A basic block: the bundles up to a branch and its delay slots."""
 
     length: int
     work: tuple[Callable[[], None], ...]

@@ -28,7 +28,6 @@ class AxisIndices:
     """A description of indices along an axis.
 
     Attributes:
-      words: the description.
       chosen: booleans along the axis, true for the described indices.
       block: size of the blocks whose borders the indices follow; 0 if they follow none.
     """

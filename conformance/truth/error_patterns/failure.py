@@ -31,13 +31,8 @@ class Failure:
     """A wrong result beside the right one.
 
     Attributes:
-      observable: name of the result, such as `out` or `dq`.
       letters: the letters of the axes, such as `BTNV`.
-      got: what the implementation returned.
-      expected: the right values with their bounds.
       judged: booleans of the same shape, true for judged elements.
-      limit: the largest ratio of error to bound that passes.
-      problem: operands and mask of the case.
       is_core: whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
       others: all right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
     """

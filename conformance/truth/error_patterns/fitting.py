@@ -37,7 +37,6 @@ class Sample:
     """A sample of a wrong result's elements.
 
     Attributes:
-      failure: the wrong result.
       index: indices of the elements, one array for each axis.
     """
 

@@ -52,12 +52,10 @@ class _Candidate:
     """A location that holds all wrong units.
 
     Attributes:
-      words: the description.
       name: the relation to the mask, without heads and batch rows; empty if the location is given by indices.
       units: booleans of the units, true inside the location.
       filled: share of its judged units that are wrong.
       rank: order of preference among locations with the same `filled`; the lowest rank is chosen.
-      blocks: sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
     """
 
     words: str

@@ -68,9 +68,6 @@ class KernelShape:
       v_slots: tiles of values in flight.
       head_dim: padded depth of q and k.
       v_head_dim: padded depth of v.
-      ping_pong: whether the computing warpgroups multiply in turns (`impls.flash_gpu.mosaic.forward.TensorCoreTurns`).
-      persistent: whether there is one program per multiprocessor (`TileOrder`).
-      early_copies: whether keys and values are released separately.
       q_slots: tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this
         one if there are two.
     """
@@ -140,11 +137,8 @@ class TileOrder:
     FlashAttention-3's causal scheduler (Shah et al. 2024, arXiv:2407.08608).
 
     Attributes:
-      batch: number of batch rows.
-      heads: number of heads.
       blocks: tiles per head of a batch row.
       together: number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`.
-      descending: whether the last block starts first.
     """
 
     batch: int
@@ -290,14 +284,8 @@ class ProgramTile:
     """The tile that a program is computing, and the blocks that are visited for it.
 
     Attributes:
-      plan: static part of the call.
-      shape: sizes of the tiles.
-      inputs: references by name.
       scratch: shared memory and barriers by name.
-      order: order of all tiles.
-      program: program id.
       warpgroup: index of the warpgroup. The last one fetches, the others compute.
-      batch: batch row of the tile.
       head: query head, or key/value head if the program owns keys.
       block: block of the owned axis.
       base: number of steps of the program before this tile; None if it has only one tile.

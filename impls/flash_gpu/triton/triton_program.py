@@ -49,11 +49,8 @@ class Launch:
     """A grid of programs `(block along the axis, head, batch row)`; the fastest axis comes first.
 
     Attributes:
-      plan: static part of the call.
-      tiles: the kernel's tiles.
       axis: `"q"` if a program owns a block of queries of one query head, `"kv"` if it owns a block of keys of one
         key/value head and visits the query heads of its group.
-      batch: number of batch rows.
     """
 
     plan: FlashGpuPlan
