@@ -164,12 +164,11 @@ def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
 
     A rare axis of which only the first level is supported is left out: with it, rows would be found in another order.
     """
-    return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _has_supported_level(a, excluded, model))
-
-
-def _has_supported_level(axis: int, excluded: Matrix, model: Model) -> bool:
-    """Return whether a level of the axis other than its first is supported."""
-    return any(((axis, level),) * 2 not in excluded for level in range(1, model.sizes[axis]))
+    return tuple(
+        a
+        for a, axis in enumerate(model.axes)
+        if not axis.rare or any(((a, level),) * 2 not in excluded for level in range(1, model.sizes[a]))
+    )
 
 
 class _Support:

@@ -91,11 +91,6 @@ class Kind:
         return (*self.also, self.feature or self.type.feature)
 
 
-def _build_dense(sizes: Sizes, percent: str) -> Mask:
-    """Build a random mask that all heads and batch rows share."""
-    return Dense(_draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
-
-
 def _build_dense_head(sizes: Sizes, percent: str) -> Mask:
     """Build a random mask for each head."""
     array = _draw_random_mask(sizes.seed, (1, sizes.num_q_heads, sizes.q_length, sizes.kv_length), int(percent))
@@ -108,22 +103,12 @@ def _build_dense_batch(sizes: Sizes, percent: str) -> Mask:
     return Dense(array if sizes.batch == 1 else _make_every_second_causal(array, axis=0))
 
 
-def _build_indexer(sizes: Sizes, percent: str) -> Mask:
-    """Build a random selection of keys for each batch row."""
-    return Indexer(_build_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
-
-
 def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     """Make every second head or batch row causal too, so that some blocks are empty in these and not in the others."""
     q_length, kv_length = array.shape[2:]
     every_second = np.moveaxis(array, axis, 0)[::2]
     every_second &= np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
     return array
-
-
-def _build_lengths(sizes: Sizes, text: str) -> Lengths:
-    """Build the mask of key lengths from their text, `-A-B...`."""
-    return Lengths(_parse_one_per_row(sizes, text))
 
 
 def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
@@ -224,7 +209,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"lengths((?:-\d+)+)"),
         type=Lengths,
         says="a key length for each batch row",
-        build=_build_lengths,
+        build=lambda sizes, text: Lengths(_parse_one_per_row(sizes, text)),
         example="lengths-50",
     ),
     Kind(
@@ -233,7 +218,9 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"dense-d(\d+)"),
         type=Dense,
         says="any boolean mask, the same for every head and batch row",
-        build=_build_dense,
+        build=lambda sizes, text: Dense(
+            _draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(text))
+        ),
         example="dense-d40",
         numbers=_PERCENT,
     ),
@@ -265,7 +252,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"indexer-d(\d+)"),
         type=Indexer,
         says="a selection of keys for each query, known at run time only",
-        build=_build_indexer,
+        build=lambda sizes, text: Indexer(_build_dense_batch(sizes, text).dense(sizes.q_length, sizes.kv_length)),
         example="indexer-d40",
         numbers=_PERCENT,
     ),

@@ -97,11 +97,6 @@ def _compute_end_offset(shape: Shape) -> str:
     return f"-o{shape.kv - shape.q}" if shape.kv != shape.q else ""
 
 
-def _format_causal(shape: Shape) -> str:
-    """Return the spec of a causal mask that aligns the last query with the last key."""
-    return f"causal{_compute_end_offset(shape)}"
-
-
 def _format_window(shape: Shape) -> str:
     """Return the spec of a window of about 5/8 of the keys: several blocks of a long sequence, but not all."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
@@ -126,7 +121,7 @@ def _format_lengths(shape: Shape) -> str:
 
 
 _USUAL: dict[str, Callable[[Shape], str]] = {
-    "causal_end": _format_causal,
+    "causal_end": lambda shape: f"causal{_compute_end_offset(shape)}",  # aligns the last query with the last key
     "full": lambda shape: "full",
     "window": _format_window,
     "lengths": _format_lengths,

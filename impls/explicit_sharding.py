@@ -43,7 +43,7 @@ def accept_explicit_sharding(call: _Call) -> _Call:
         def plain(arrays: dict[str, Any]) -> Any:
             return call(**arrays, **static)
 
-        shapes = jax.eval_shape(plain, jax.tree.map(_drop_sharding, arrays))
+        shapes = jax.eval_shape(plain, jax.tree.map(lambda x: make_shape(x.shape, x.dtype), arrays))
         spec: tuple[Any, ...] = tuple(jax.typeof(q).sharding.spec)
         batch, queries, heads, *_ = (*spec, None, None, None)
         found = {4: (batch, queries, heads, None), 3: (batch, heads, queries)}
@@ -61,10 +61,6 @@ def find_explicit_mesh(arrays: Any) -> Any:
             if mesh.explicit_axes:
                 return mesh
     return None
-
-
-def _drop_sharding(x: Any) -> Any:
-    return make_shape(x.shape, x.dtype)
 
 
 def _build_spec(*axes: Any) -> Any:

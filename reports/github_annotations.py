@@ -12,13 +12,12 @@ from reports.causes.root_causes import find_root_causes
 from reports.changes import (
     NEW_FAILURE,
     REGRESSIONS,
-    Change,
     Comparison,
     format_kind_count,
     format_transition,
     group_changes_by_cause,
 )
-from reports.record_groups import Contender, get_contender, group_by
+from reports.record_groups import get_contender, group_by
 from reports.records import Diagnosis, Record
 from reports.text_format import shorten_text
 
@@ -96,7 +95,7 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
         failures = [*known, *annotate_records(others, find_place)]
     annotations = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
     changed = (change for change in found.regressions if change.kind != NEW_FAILURE)
-    by_check = group_by(changed, _get_annotation_key)
+    by_check = group_by(changed, lambda x: (x.kind, get_contender(x.record), x.record.check))
     for (kind, contender, check), group in sorted(by_check.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
         record = group[0].record
         first = f"{format_kind_count(len(group), kind)}: {format_transition(group[0])}, as in {record.case}"
@@ -122,10 +121,6 @@ def format_commands(annotations: Sequence[Annotation]) -> list[str]:
             text = f"{len(more):,} more findings ({records:,} records) are in the summary and the report"
             found.append(_format_command(Annotation(kind, "", _TITLE, (text,), records)))
     return found
-
-
-def _get_annotation_key(change: Change) -> tuple[str, Contender, str]:
-    return change.kind, get_contender(change.record), change.record.check
 
 
 def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation]:

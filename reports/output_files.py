@@ -48,10 +48,6 @@ def _is_page(path: Path) -> bool:
     return head.startswith("<!doctype html>") and any(title in head for title in _PAGE_TITLES)
 
 
-def _is_summary(path: Path) -> bool:
-    return _read_head(path).startswith(_SUMMARY_HEADING)
-
-
 def _is_table(path: Path) -> bool:
     head = _read_head(path)
     return head.startswith("{") and f'"schema": "{_SCHEMA_PREFIX}' in head
@@ -64,7 +60,7 @@ TABLE = "table of this project"
 _RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
     RECORDS: _is_records,
     PAGE: _is_page,
-    SUMMARY: _is_summary,
+    SUMMARY: lambda path: _read_head(path).startswith(_SUMMARY_HEADING),
     TABLE: _is_table,
 }
 

@@ -144,7 +144,7 @@ class Executor:
 
     def variant(self, name: str) -> Executor:
         """Return the executor of a declared variant, such as other block sizes; it offers no parts."""
-        return self._with_call(self.implementation.variants[name], parts=None)
+        return self.with_call(self.implementation.variants[name], parts=None)
 
     @property
     def native(self) -> Executor:
@@ -152,11 +152,8 @@ class Executor:
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 
-    def with_call(self, call: Callable[..., Any]) -> Executor:
-        """Return the executor of the call `call`, with the declarations of this implementation."""
-        return self._with_call(call)
-
-    def _with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
+    def with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
+        """Return the executor of the call `call`, with the declarations of this implementation and `declared`."""
         return Executor(dataclasses.replace(self.implementation, call=call, **declared), self.options)
 
     @property
@@ -358,20 +355,12 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     fixed = {name: x for name, x in arrays.items() if name not in moves}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
-        jax.tree.map(
-            lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), _name_outputs(primal), primal, cotangent
+        names = ("out", "logsumexp") if isinstance(primal, tuple) else "out"
+        jax.tree.map(lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), names, primal, cotangent)
+        cotangent = jax.tree.map(
+            lambda x, dx: dx.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else dx, primal, cotangent
         )
-        cotangent = jax.tree.map(_cast_cotangent, primal, cotangent)
     return primal, pullback(cotangent)[0]
-
-
-def _name_outputs(primal: Any) -> Any:
-    """Return the names of the differentiated results: `out`, or `out` and `logsumexp`."""
-    return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
-
-
-def _cast_cotangent(value: Any, cotangent: Any) -> Any:
-    return cotangent.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else cotangent
 
 
 def _rename_gradients(gradients: Arrays) -> dict[str, Any]:

@@ -234,8 +234,8 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
     cases of a pair have different sizes and, where they have any, different numbers for the scale and the window.
     """
     plain = Case()
-    usual = (operand for operand in REMOVABLE if not operand.opt_in)
-    rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
+    usual = {operand.field: operand.levels[0] for operand in REMOVABLE if not operand.opt_in}
+    rich = {f: x for f, x in usual.items() if implementation.supports(dataclasses.replace(plain, **{f: x})) is None}
     found: list[Any] = []
     other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in rich.items()}
     asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -255,10 +255,6 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
         if len(both) == len(_SIZES):
             found += [x for x in both[0] if x in both[1] and (isinstance(x, float) or x >= _MIN_PROGRAM_INTEGER)]
     return sorted(dict.fromkeys(found), key=lambda x: (isinstance(x, float), -found.count(x), x))
-
-
-def _add_operand(case: Case, operand: Any) -> Case:
-    return dataclasses.replace(case, **{operand.field: operand.levels[0]})
 
 
 def _trace_numbers(implementation: Implementation, case: Case) -> dict[Any, None]:

@@ -88,7 +88,9 @@ class _ForkServer:
                 else:
                     self._forward_signal(ready)
             self._report_exits()
-            self._kill_overdue()
+            for pid, deadline in self._kill_deadlines.items():
+                if time.monotonic() > deadline:
+                    _send_signal(pid, signal.SIGKILL)
         return None
 
     def _wait_for_ready(self) -> list[socket.socket]:
@@ -136,11 +138,6 @@ class _ForkServer:
     def _terminate(self, pid: int) -> None:
         self._kill_deadlines.setdefault(pid, time.monotonic() + _TERMINATION_SECONDS)
         _send_signal(pid, signal.SIGTERM)
-
-    def _kill_overdue(self) -> None:
-        for pid, deadline in self._kill_deadlines.items():
-            if time.monotonic() > deadline:
-                _send_signal(pid, signal.SIGKILL)
 
     def _report_exits(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -402,11 +402,8 @@ class _Explorer:
 
     def _raise_if_spent(self) -> None:
         """Raise `OutOfTime` if no further case may be judged."""
-        if self._is_budget_spent():
+        if self._is_late() or (self._budget.examples is not None and len(self._right) >= self._budget.examples):
             raise OutOfTime
-
-    def _is_budget_spent(self) -> bool:
-        return self._is_late() or (self._budget.examples is not None and len(self._right) >= self._budget.examples)
 
     def _is_late(self) -> bool:
         seconds = self._budget.seconds
@@ -452,7 +449,11 @@ class _Explorer:
     def _build_result(self) -> Exploration:
         failing = self._smallest
         by_case = list(self._right.values())
-        judged = [case for case, case_records in self._right.items() if _is_judged(case_records)]
+        judged = [
+            case
+            for case, case_records in self._right.items()
+            if any(record.verdict in records.JUDGED for record in case_records)
+        ]
         if failing is not None and self._first is not None:
             by_case.append(self._wrong[failing])
             judged.append(self._first)
@@ -521,7 +522,3 @@ def use_temporary_home() -> Iterator[None]:
 
 def _is_wrong(judged: Sequence[Record]) -> bool:
     return any(record.verdict in _WRONG for record in judged)
-
-
-def _is_judged(judged: Sequence[Record]) -> bool:
-    return any(record.verdict in records.JUDGED for record in judged)

@@ -134,7 +134,7 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
         for record in one.records:
             by_contender.setdefault((record.implementation, record.platform), []).append(record)
         for key, its_records in by_contender.items():
-            provenance = _find_provenance(one, key[0])
+            provenance = one.run.provenance(key[0]) if one.run is not None else None
             existing = next((group for group in groups.setdefault(key, []) if group[0] == provenance), None)
             if existing is None:
                 groups[key].append((provenance, its_records))
@@ -167,11 +167,6 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
 def _label_records(found: Iterable[Record], label: str) -> tuple[Record, ...]:
     """Return the records with the label of their group, if it has one."""
     return tuple(msgspec.structs.replace(record, run=label) for record in found) if label else tuple(found)
-
-
-def _find_provenance(one: RecordedRun, implementation: str) -> dict[str, str] | None:
-    """Return the provenance of an implementation in a run, or None if it is unknown."""
-    return one.run.provenance(implementation) if one.run is not None else None
 
 
 def _has_provenance(one: RecordedRun, implementation: str, provenance: dict[str, str] | None) -> bool:

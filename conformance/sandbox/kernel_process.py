@@ -263,7 +263,8 @@ class KernelProcess:
 
     def _receive(self, request: CallRequest) -> Any:
         """Receive the answer to a call, and record the files that it reports. Raises `ProcessLost`."""
-        message = self._running[0].receive(self._current_limits, _max_bytes(request))
+        most = protocol.max_array_bytes(request.arguments, request.keywords)
+        message = self._running[0].receive(self._current_limits, most)
         self._record_files(message)
         return message
 
@@ -330,11 +331,6 @@ def _end(running: list[_RunningProcess]) -> None:
     with interrupts.delay_signals():
         while running:
             running.pop().end()
-
-
-def _max_bytes(request: CallRequest) -> int:
-    """Return the most bytes of arrays that the answer to a request may have."""
-    return protocol.max_array_bytes(request.arguments, request.keywords)
 
 
 class _RunningProcess:

@@ -157,12 +157,8 @@ def _group_by_namespace(bindings: list[tuple[str, Mapping[str, Any], str, Any]])
         # Watch at least two names: for a single one, `itemgetter` returns no tuple.
         present = [*present, *present] if len(present) == 1 else present
         names, objects = zip(*present, strict=True) if present else ((), ())
-        get_objects = operator.itemgetter(*names) if names else _get_no_objects
+        get_objects = operator.itemgetter(*names) if names else lambda namespace: ()
         yield WatchedNamespace(found[0][1], get_objects, objects, absent)
-
-
-def _get_no_objects(namespace: Mapping[str, Any]) -> tuple[Any, ...]:
-    return ()
 
 
 def _identify_namespace(binding: tuple[str, Mapping[str, Any], str, Any]) -> int:

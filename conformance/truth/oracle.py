@@ -163,7 +163,7 @@ class Slab:
     @functools.cached_property
     def p(self) -> Array:
         """Probabilities of the keys, `[G, T, S]`; zero in empty rows."""
-        return self.weights * np.exp(self.pivot - _replace_infinite(self.logsumexp))[..., None]
+        return self.weights * np.exp(self.pivot - np.where(np.isfinite(self.logsumexp), self.logsumexp, 0.0))[..., None]
 
     @functools.cached_property
     def p_sink(self) -> Array:
@@ -430,8 +430,3 @@ def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
         total[batch, 0, rows] += dx.sum(axis=0)
     else:
         total[batch][slab.heads, rows] += dx
-
-
-def _replace_infinite(lse: Array) -> Array:
-    """Replace entries that are not finite by 0."""
-    return np.where(np.isfinite(lse), lse, 0.0)

@@ -185,11 +185,9 @@ def _get_settings(case: Case) -> KnobSettings:
     kept = _find_closest(
         get_device_kind("tpu"), bound_seen_keys(_build_mask(case), case.kv_length), case.kv_length, depths
     )
-    return kept or {**dict.fromkeys(KERNEL_KNOBS, _serialize_blocks(Blocks())), "backward": BACKWARD_CHOICES[0][0]}
-
-
-def _serialize_blocks(blocks: Blocks) -> Setting:
-    return {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute, "part": blocks.part}
+    blocks = Blocks()
+    usual = {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute, "part": blocks.part}
+    return kept or {**dict.fromkeys(KERNEL_KNOBS, usual), "backward": BACKWARD_CHOICES[0][0]}
 
 
 def _iter_candidates(kernel: str, case: Case) -> Iterator[Setting]:

@@ -171,7 +171,8 @@ def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Co
     best: tuple[float, float] | None = None
     by_rows: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
     winner = 0
-    for price, numbers, rows in _iter_combinations(levels, seen, cost, _join_red(red_signals)):
+    red = functools.reduce(lambda rows, signal: rows | signal.red, red_signals, 0)
+    for price, numbers, rows in _iter_combinations(levels, seen, cost, red):
         tied = by_rows.setdefault(rows, [])
         tied.append((price, numbers))
         if len(tied) > 1 and price >= min(other for other, _ in tied[:-1]):
@@ -187,10 +188,6 @@ def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Co
     everywhere = functools.reduce(lambda rows, level: rows | level.rows, levels, seen)
     rows = functools.reduce(lambda rows, number: rows & levels[number].rows, least[0], everywhere)
     return Combination(least[0], rows, tuple(least[1:]))
-
-
-def _join_red(signals: Sequence[Signal]) -> int:
-    return functools.reduce(lambda rows, signal: rows | signal.red, signals, 0)
 
 
 def _iter_combinations(

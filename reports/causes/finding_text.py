@@ -106,7 +106,7 @@ def format_title(finding: Finding) -> str:
 def list_facts(finding: Finding) -> list[str]:
     """List the facts about a finding that its title does not have, one line each."""
     if finding.kind == BEHIND_MASK:
-        lines = [_format_mask_leak(finding)]
+        lines = [format_mask_leak(summarize_mask_leak([x for x in finding.records if is_mask_leak(x)]))]
     else:
         lines = [
             format_shares(finding),
@@ -276,10 +276,6 @@ def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
     mends_most = remedy.count > 1 and 4 * remedy.count >= 3 * remedy.tried
     is_of_smallest = finding.smallest.remedy == remedy.declaration
     return is_of_smallest or mends_most or 2 * remedy.count >= len(finding.records)
-
-
-def _format_mask_leak(finding: Finding) -> str:
-    return format_mask_leak(summarize_mask_leak([record for record in finding.records if is_mask_leak(record)]))
 
 
 def _format_remedy(remedy: Remedy) -> str:

@@ -155,7 +155,11 @@ def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
     """
     step = _find_grid_loop(schedule)
     multiplying = [part for part in _find_conditional_parts(schedule, step) if schedule.used(_MATRIX, part)]
-    return step, [part for part in multiplying if not any(_is_within(other, part) for other in multiplying)] or [step]
+    return step, [
+        part
+        for part in multiplying
+        if not any(part.start <= other.start and other.stop <= part.stop and other != part for other in multiplying)
+    ] or [step]
 
 
 def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
@@ -171,8 +175,3 @@ def _find_grid_loop(schedule: TpuSchedule) -> range:
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)
-
-
-def _is_within(part: range, other: range) -> bool:
-    """Check whether a part lies inside another one."""
-    return part != other and other.start <= part.start and part.stop <= other.stop

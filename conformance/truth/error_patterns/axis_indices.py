@@ -106,7 +106,7 @@ def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
     The largest block comes first, since a pattern of large blocks may fit smaller ones too.
     """
     places, noun = np.arange(len(wrong)), NOUNS[letter]
-    for block in _list_powers_of_two(len(wrong) // 2):
+    for block in [2**n for n in range((len(wrong) // 2).bit_length() - 1, 0, -1)]:
         inside = places % block
         found = np.unique(inside[wrong])
         if len(found) == 1 and np.array_equal(wrong, inside == found[0]):
@@ -150,8 +150,3 @@ def _find_block(place: int) -> int:
     """Return the largest block whose border an index may be: the largest power of two that divides it; 0 if small."""
     block = place & -place
     return block if block >= _MIN_BLOCK else 0
-
-
-def _list_powers_of_two(most: int) -> list[int]:
-    """List the powers of two from 2 to `most`, the largest first."""
-    return [2**n for n in range(most.bit_length() - 1, 0, -1)]

@@ -209,7 +209,7 @@ INTERPRETED_PROGRAMS = 3
 
 def build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands) -> dict[str, jax.Array]:
     """Build the kernel's inputs by name: operands padded with zeros to whole tiles, mask and schedule."""
-    q_length, kv_length = pad_lengths(plan, shape)
+    q_length, kv_length = round_up(plan.q_length, shape.tiles.block_q), round_up(plan.kv_length, shape.tiles.block_kv)
     inputs: dict[str, jax.Array] = {
         "q": pad_axes(operands.q, {1: q_length, 3: shape.head_dim}),
         "k": pad_axes(operands.k, {1: kv_length, 3: shape.head_dim}),
@@ -222,11 +222,6 @@ def build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands) -> 
         q_ids, kv_ids = operands.segment_ids
         inputs |= {"q_ids": pad_axes(q_ids, {1: q_length}), "kv_ids": pad_axes(kv_ids, {1: kv_length})}
     return inputs
-
-
-def pad_lengths(plan: FlashGpuPlan, shape: KernelShape) -> tuple[int, int]:
-    """Round the numbers of queries and keys up to whole tiles."""
-    return round_up(plan.q_length, shape.tiles.block_q), round_up(plan.kv_length, shape.tiles.block_kv)
 
 
 def launch(
