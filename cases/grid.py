@@ -104,10 +104,7 @@ def build_grid(
 
 
 def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
-    """Count the pairs of levels that are not supported together, and all pairs, for `Grid.parted`.
-
-    Only levels of operands, masks and storage forms count, and only levels that are supported on their own.
-    """
+    """Count the pairs of singly supported levels that are not supported together, and all pairs (`Grid.parted`)."""
     axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
     items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
     asked = [item for item in items if (item, item) not in excluded]

@@ -103,10 +103,7 @@ def _format_window(shape: Shape) -> str:
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return the spec of a causal mask combined with a window.
-
-    In training, both align the first query with the first key. Otherwise they align the last query with the last key.
-    """
+    """Return the spec of a causal mask and a window, which in training align the first query with the first key."""
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 

@@ -223,10 +223,7 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
-    """Index the records of both runs by implementation, platform, case, check and observable.
-
-    In these keys the implementation is empty if each run has only one. The same holds for the platform.
-    """
+    """Index both runs' records by implementation, platform (empty if each run has one), case, check, observable."""
     sides = (old, new)
     is_single = all(len({record.implementation for record in side}) == 1 for side in sides)
 
@@ -247,10 +244,7 @@ def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[K
 
 
 def _compute_share(record: Record) -> float | None:
-    """Return the error ratio of a passing record as a share of its limit.
-
-    The result is None if the record did not pass, or has no finite ratio or no limit.
-    """
+    """Return the error ratio of a passing record as a share of its limit; None if it has no finite ratio or limit."""
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit

@@ -210,10 +210,7 @@ def _format_conformity(
     extent: Extent,
     run: RunInfo,
 ) -> str:
-    """Format the verdict on a contender with its qualifications.
-
-    The text says "conforms" only if the run record shows that every job of the level was judged.
-    """
+    """Format the verdict with its qualifications; "conforms" only if the run record shows a whole level."""
     narrowing = _format_narrowing(extent)
     if conformity not in (CONFORMS, KNOWN_FAILURES):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
@@ -249,10 +246,7 @@ def _format_conformity(
 
 
 def _format_narrowing(extent: Extent) -> str:
-    """Format to which part of its level a run was narrowed.
-
-    The text is empty if the run was not narrowed. A run that was only stopped early does not count as narrowed.
-    """
+    """Format to which part of its level a run was narrowed; empty if it was not, or only stopped early."""
     parts = ["smoke"] if extent.level == "smoke" else []
     if extent.narrowed:
         is_part = extent.planned is not None and extent.whole is not None and extent.planned < extent.whole
@@ -273,10 +267,7 @@ def _format_small_share(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
-    """Format the number of cases in which a contender was judged, and the number of cases that it declines.
-
-    The text is empty if the contender declines no case.
-    """
+    """Format how many cases a contender was judged in and declines; empty if it declines none."""
     judged, declined = _count_cases(coverage)
     return f", judged in {format_count(judged, 'case')} and declining {declined:,}" if declined else ""
 
@@ -288,10 +279,7 @@ def _count_cases(coverage: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
-    """Format how many pairs of an operand and a mask a contender declines although it takes each of the two separately.
-
-    The coverage table has these numbers only if most pairs are declined. Otherwise the text is empty.
-    """
+    """Format how many pairs of operand and mask are declined together; empty unless most pairs are."""
     declined, pairs = coverage.get("pairs declined"), coverage.get("pairs")
     if not (isinstance(declined, int) and isinstance(pairs, int)):
         return ""
@@ -312,10 +300,7 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
 
 
 def _list_refused_checks(records: Iterable[Record]) -> list[str]:
-    """List the checks that the call refused in more than half of the supported cases.
-
-    A check counts as refused in a case if the call raised `NotImplementedError` for the whole check.
-    """
+    """List the checks that the call refused, by `NotImplementedError`, in more than half of the supported cases."""
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
         refused = REFUSED in record.figures and record.observable == "all"

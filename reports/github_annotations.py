@@ -124,10 +124,7 @@ def format_commands(annotations: Sequence[Annotation]) -> list[str]:
 
 
 def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """Order annotations: the first of each contender, then the second of each, and so on.
-
-    Then a contender with many annotations cannot push out those of another.
-    """
+    """Order annotations by turns, so that a contender with many cannot push out those of another."""
     ranks: Counter[str] = Counter()
     ranked = []
     for one in annotations:

@@ -191,10 +191,7 @@ def format_value(item: Any) -> str:
 
 
 def _format_distinct(got: float, expected: float) -> tuple[str, str]:
-    """Format both numbers with seven digits, or with more where their difference needs it.
-
-    The digits suffice if rounding changes the difference by at most a tenth.
-    """
+    """Format both numbers with seven digits, or more until rounding changes their difference by at most a tenth."""
     off = abs(got - expected)
     if not 0 < off < math.inf:
         return format_number(got, digits=7), format_number(expected, digits=7)

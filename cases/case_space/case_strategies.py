@@ -165,10 +165,7 @@ def _draw_short_length(within: Space, length: int = 1) -> int:
 
 
 def _draw_length(within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of lengths, mostly up to 300, sometimes up to 600.
-
-    Multiples of usual block sizes, their neighbours, and lengths near clues are drawn more often than other lengths.
-    """
+    """Return the strategy of lengths, mostly up to 300; usual block sizes and lengths near clues are more frequent."""
     step = within.length_step
     if step > 1:
         usual = st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)

@@ -128,10 +128,7 @@ def _build_scope(
 
 
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List the supported cases of all grids.
-
-    At levels above `quick`, very long sequences and the named regressions are added.
-    """
+    """List the supported cases of all grids; above `quick` also very long sequences and the named regressions."""
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
         return tuple(dict.fromkeys(gridded))

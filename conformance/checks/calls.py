@@ -175,10 +175,7 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
-
-    All batch rows share the case's own bias. This one differs between batch rows.
-    """
+    """Check a call outside `jit` with a bias that differs between batch rows and is zero for the first query."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
@@ -274,10 +271,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` on NumPy operands, then a second call with other values in the same arrays.
-
-    The first result is read after the second call, and the second call must not have changed it.
-    """
+    """Check a call outside `jit` on NumPy operands, whose result no later call on the same arrays may change."""
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
         refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
@@ -288,10 +282,7 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return the pair's problems with masks that are arrays, as a list of one pair.
-
-    The list is empty if the kernel does not get such a mask as an array.
-    """
+    """Return a list of the pair with masks that are arrays; empty if the kernel does not get this mask as an array."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -310,10 +301,7 @@ def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call with one array for the segment ids of queries and keys, as in self-attention.
-
-    The ids are unsorted: an id may occur again after another one.
-    """
+    """Check a call with one array, unsorted, for the segment ids of queries and keys, as in self-attention."""
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:

@@ -74,10 +74,7 @@ def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
-    """Make a wrong call, and judge the error that it raises or the result that it returns.
-
-    The error must be one of the types `kinds`. `NotImplementedError` is reported as unsupported.
-    """
+    """Make a wrong call, and judge the result, or the error, which must be one of the types `kinds`."""
     requirement = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
@@ -207,10 +204,7 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """Yield problems with an invalid value, or with shapes or dtypes that contradict each other.
-
-    Each is `(name of the judgement, word that the error must contain, problem)`.
-    """
+    """Yield `(name of the judgement, word in the error, problem)` for values, shapes or dtypes that are wrong."""
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     change = dataclasses.replace

@@ -198,10 +198,7 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
 
 
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Multiply by 4 each scale that no token of the part uses.
-
-    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the part.
-    """
+    """Multiply by 4 each scale `[B or 1, S or 1, K]` that no token of the part (`used [B, S, K]`) uses."""
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
     return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 

@@ -125,10 +125,7 @@ def _clear_first(factors: np.ndarray) -> np.ndarray:
 
 
 def _choose_hidden_keys(problem: Problem) -> np.ndarray:
-    """Choose keys for the bias to hide, as booleans of its shape: single keys, and long runs at the start.
-
-    Each query that may attend to some key keeps at least one.
-    """
+    """Choose single keys and long runs at the start for the bias to hide, so that each query keeps a key."""
     assert problem.bias is not None
     i, j = np.indices(problem.bias.shape)[2:]
     hidden = (j % 7 == 3) | ((j < problem.k.shape[1] // 2) & (i % 3 == 1))
@@ -167,10 +164,7 @@ def _check_hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -
 
 
 def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
-    """Check the gradients on another problem by the oracle.
-
-    A backward pass may recompute probabilities, so it can fail where the forward pass is right.
-    """
+    """Check the gradients on another problem by the oracle, since a backward pass may recompute probabilities."""
     if not subject.has_gradients:
         return
     drawn = draw_cotangent(subject.case).out
@@ -183,10 +177,7 @@ def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[
 
 
 def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check every third row with a very low bias for all keys.
-
-    All logits of such a row are below the finite numbers that some kernels use as minus infinity.
-    """
+    """Check every third row with a bias below the finite numbers that kernels use as minus infinity."""
     assert problem.bias is not None
     low = np.float64(_LOW_BIAS if problem.bias.dtype != np.float16 else -(2.0**14))
     rows = np.indices(problem.bias.shape)[2] % 3 == 0
@@ -195,10 +186,7 @@ def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 
 def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check every third row with very low logits for all keys, without a bias.
-
-    The product of the first coordinates of q and k lowers the logits.
-    """
+    """Check every third row with very low logits by the first coordinates of q and k, without a bias."""
     scale = problem.q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     root = 2.0 ** np.round(np.log2(_LOW_LOGIT / scale) / 2)
     q, k = problem.q.copy(), problem.k.copy()
@@ -260,10 +248,7 @@ def _check_sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement
 
 
 def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
-    """Check that a query without keys gets the results of an empty row if its sink is -inf.
-
-    A kernel may rely on a finite sink to avoid NaN in such rows.
-    """
+    """Check that a query without keys and with a sink of -inf gets an empty row's results, without NaN."""
     problem, padded = subject.problem, dataclasses.replace(subject.case, segments="segpad")
     if not problem.empty_rows.any():
         if subject.case.segments is None or subject.implementation.supports(padded) is not None:
@@ -323,10 +308,7 @@ def _check_forward(subject: Subject, what: str, problem: Problem) -> Iterator[Ju
 
 
 def _check_equal(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:
-    """Check that the problem `limit` gives the results of the problem `without`.
-
-    The bound is the sum of both bounds and of the difference between the exact results.
-    """
+    """Check that `limit` gives the results of `without`, within both bounds and the difference of exact results."""
     got, plain = subject.run_results(limit), subject.run_results(without)
     expected, expected_plain = (subject.expect(problem).forward for problem in (limit, without))
     for name in got:

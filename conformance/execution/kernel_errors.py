@@ -204,10 +204,7 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Return whether the type of `x` is an array or a tracer.
-
-    `isinstance` is not used: an object may set its own `__class__` to pass for an array.
-    """
+    """Return whether the type of `x`, not the `__class__` that an object may set, is an array or a tracer."""
     return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
 
 
@@ -239,10 +236,7 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """Return the first line of an exception's message, or `otherwise` if it is empty.
-
-    If the exception's `__str__` raises, as a user's may, the text says that there is no message.
-    """
+    """Return the first line of an exception's message, or `otherwise` if it is empty; `__str__` may raise."""
     try:
         text = str(error)
     except BaseException as failed:  # the user's `__str__` may raise anything, and must not end the judge

@@ -330,10 +330,7 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """Cast the number in unwritten memory to a dtype.
-
-    A quantised dtype may lack NaN or infinity; then the result is its largest number.
-    """
+    """Cast the number in unwritten memory to a dtype; to its largest number if it lacks NaN or infinity."""
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -349,10 +346,7 @@ def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables for a call that does not take `num_seqs`.
-
-    Entries past the last sequence are changed to describe sequences without queries and keys.
-    """
+    """Return tables without `num_seqs`: entries past the last sequence describe sequences without tokens."""
     count = jnp.asarray(tables["num_seqs"])[0]
     closed = {}
     for name, x in tables.items():

@@ -152,10 +152,7 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Adapt paged decoding, where each row of the tables is a sequence of one query.
-
-    Rows past the last sequence get one key, since the benchmark has no empty sequences.
-    """
+    """Adapt paged decoding, one query a row; rows past the last sequence get a key, since none may be empty."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any

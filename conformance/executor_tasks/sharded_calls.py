@@ -92,10 +92,7 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """Return the `PartitionSpec` of each operand if devices share the axes named in `letters`, such as `"NK"`.
-
-    Operands without such an axis are replicated.
-    """
+    """Return the `PartitionSpec` of each operand if devices share the axes in `letters`; others are replicated."""
 
     def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]

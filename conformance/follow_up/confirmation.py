@@ -182,10 +182,7 @@ def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementati
 
 
 def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """Return `to` with the named fields of `source`; None if no such case is supported.
-
-    If the case is not supported, further fields are copied (`_COMPANION_FIELDS`) until it is.
-    """
+    """Return `to` with the named fields of `source`, and further ones until the case is supported; else None."""
     names = dict.fromkeys(fields)
     for more in ((), *_COMPANION_FIELDS):
         names |= dict.fromkeys(more)

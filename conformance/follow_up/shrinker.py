@@ -163,10 +163,7 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Yield smaller values of two fields: first the same size for both, then a smaller size for one of them.
-
-    Sizes are powers of two, or powers of two plus one.
-    """
+    """Yield smaller values of two fields, powers of two or one more: first the same for both, then for one."""
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:
         if size <= max(first, second) and (size, size) != (first, second):

@@ -133,11 +133,7 @@ class ForkedProcess:
         self._connection.close()
 
     def _receive(self, seconds: float | None) -> bool | None:
-        """Receive the next part of a message about the process.
-
-        Returns:
-          True if something was received, False at the end of the connection, None if `seconds` have passed.
-        """
+        """Receive the next part of a message; False at the end of the connection, None if `seconds` have passed."""
         if not connection.wait([self._connection], seconds):
             return None
         try:
@@ -251,10 +247,7 @@ def _send_request(files: Sequence[int]) -> None:
 
 
 def _create_memory_file() -> IO[bytes]:
-    """Create a file without a name.
-
-    The file is in memory if the system supports that, since a disk may be full.
-    """
+    """Create a file without a name, in memory if the system supports that, since a disk may be full."""
     return open(os.memfd_create("process-spec"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 

@@ -150,10 +150,7 @@ class _ForkServer:
     def _set_up_child(
         self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
     ) -> Callable[[], None]:
-        """Prepare a forked process, and return the function that it has to run.
-
-        No file descriptor of the server or of other processes stays open in it.
-        """
+        """Prepare a forked process, where no descriptor of others stays open, and return the function that it runs."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -192,10 +189,7 @@ class _ForkServer:
 
 
 def _renumber(fd: int) -> int:
-    """Duplicate a descriptor to the lowest free number, and close the original.
-
-    The original number depends on how many processes the server has. A kernel must not learn that.
-    """
+    """Move a descriptor to the lowest free number, so that no kernel learns how many processes the server has."""
     lowest = os.dup(fd)
     os.close(fd)
     return lowest

@@ -119,10 +119,7 @@ def find_weakest_null(margins: Mapping[str, float]) -> tuple[str, float]:
 
 
 def _compute_forward_margin(subject: Subject, null: Iterable[NullSlab], enough: float) -> float:
-    """Compute the margin of a null result: the larger one of `out` and, where it is returned, `logsumexp`.
-
-    Stop at the first slab whose margin is at least `enough`.
-    """
+    """Compute the larger margin of `out` and `logsumexp` of a null result, up to the first slab with `enough`."""
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype, formulas = subject.case.dtype, subject.implementation.formulas
     limits = {name: limit(dtype, name).ratio for name in ("out", "logsumexp")}

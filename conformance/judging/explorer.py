@@ -321,10 +321,7 @@ class _Explorer:
         return pool
 
     def _judge_pools(self, strategies: Sequence[_Strategy], pools: Sequence[_Pool]) -> None:
-        """Judge the most novel cases of the pools until one is wrong.
-
-        Then draw its batch again, so that Hypothesis shrinks the case.
-        """
+        """Judge the most novel cases of the pools until one is wrong, whose batch is drawn again to be shrunk."""
         for number, case, judged in self._judge_chosen(self._choose_cases(pools)):
             if self._add_drawn(case, judged):
                 self._run_batch(strategies[number], pools[number][case], self._raise_if_wrong)
@@ -345,10 +342,7 @@ class _Explorer:
                     yield number, case
 
     def _judge_chosen(self, chosen: Iterator[tuple[int, Case]]) -> Iterator[tuple[int, Case, list[Record]]]:
-        """Judge chosen cases with all checks of the grid, and yield their records in the order of the cases.
-
-        With a pool of processes, several cases are judged at once.
-        """
+        """Judge chosen cases with all checks of the grid, in `pool` if given, and yield their records in order."""
         if self._pool is None:
             for number, case in chosen:
                 self._raise_if_spent()
@@ -380,10 +374,7 @@ class _Explorer:
             self._shrunk = True
 
     def _raise_if_wrong(self, case: Case) -> None:
-        """Raise `WrongCase` if a case is wrong.
-
-        When a batch is drawn again, cases that come before the first wrong one are skipped.
-        """
+        """Raise `WrongCase` if a case is wrong, and not before the first wrong one in a batch that is drawn again."""
         self._shrinking = self._shrinking or case == self._first
         if not self._shrinking or case in self._right or case in self._right_smaller:
             return
@@ -410,10 +401,7 @@ class _Explorer:
         return seconds is not None and time.monotonic() - self._started >= seconds
 
     def _judge_smaller(self, case: Case) -> bool:
-        """Tell whether a smaller case fails the same check as the first wrong case.
-
-        Failures of other checks do not count: by them, shrinking could wander to another bug.
-        """
+        """Tell whether a smaller case fails the same check as the first wrong case, and not just another one."""
         since = self._started if self._budget.seconds is not None else self._found_at
         if time.monotonic() - since >= self._budget.shrink_seconds:
             raise OutOfTime

@@ -189,10 +189,7 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements, each with a key: its observable, and the number of earlier ones with this observable.
-
-    Consecutive calls in a check give their results the same name.
-    """
+    """Yield judgements with a key: the observable, and the number of earlier judgements with this observable."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
@@ -217,10 +214,7 @@ def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
 
 
 def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, with the first, wrong one in place of each result in `names`.
-
-    These results were right when judged again, but the flags are not the cause.
-    """
+    """Return the judgements, with the first, wrong one for each of `names`: right later, but not by the flags."""
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
     unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
     present = {judgement.observable for judgement in judgements}

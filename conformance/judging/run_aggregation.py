@@ -116,10 +116,7 @@ def aggregate_runs(
 
 
 def _list_marks(group: _ProvenanceGroup, groups: Iterable[_ProvenanceGroup]) -> list[str]:
-    """List the marks that distinguish the group's runs from runs of the same kernel in other groups.
-
-    The list is empty unless another group has runs of this kernel in the same file.
-    """
+    """List the marks that distinguish the group's runs from other groups' runs of this kernel in the same file."""
     others = (other for other in groups if other is not group and other.contender == group.contender)
     if not any(group.sources & other.sources for other in others):
         return []
@@ -205,10 +202,7 @@ def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequenc
 
 
 def _format_fact(name: str, value: str) -> str:
-    """Format one fact of a provenance for a label.
-
-    The sentence about the place where a kernel ran is cut to its first part.
-    """
+    """Format one fact of a provenance for a label; the place where a kernel ran is cut to its first part."""
     if name == "place":
         return re.split(r" \(|[:,]", value.removeprefix("ran "))[0] if value else "confined"
     return f"{name} {value or 'none'}"
@@ -301,10 +295,7 @@ def _compute_coverage(groups: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]
 
 
 def _count_declined_pairs(kernel: Kernel) -> dict[str, int]:
-    """Count the pairs of an operand and a mask that the kernel supports singly but not together, and all pairs.
-
-    The result is empty unless the kernel declines more than half of the pairs.
-    """
+    """Count the singly supported pairs that a kernel declines, and all pairs; empty unless it declines most."""
     declined, pairs = kernel.parted
     return {"pairs declined": declined, "pairs": pairs} if 2 * declined > pairs else {}
 

@@ -108,10 +108,7 @@ def _get_program_key(job: Job) -> tuple[str, str]:
 
 
 def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArrays:
-    """Collect the covering arrays of an implementation.
-
-    Grids of different seeds have the same rows, but other cases.
-    """
+    """Collect the covering arrays of an implementation; grids of different seeds have the same rows."""
     pairs = [(each.grid, each.sizes) for each in grids_by_seed]
     rows: dict[str, tuple[str, ...]] = {}
     for pair in pairs:
@@ -132,10 +129,7 @@ def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArray
 
 
 def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
-    """Build the jobs of an implementation for one seed.
-
-    Checks that do not depend on the seed are planned for the first seed only.
-    """
+    """Build the jobs of an implementation for one seed; checks without a seed are planned for the first one only."""
     implementation, seed = grids.implementation, grids.seed
     jobs = []
     for scope in SCOPES:

@@ -236,11 +236,7 @@ def _parse_table(table: Any, file: Path) -> Settings:
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns, relative to `folder`.
-
-    Raises:
-      ValueError: for a pattern that no file matches.
-    """
+    """Return the files that match the patterns; raise `ValueError` for a pattern that no file matches."""
     found: list[Path] = []
     for pattern in patterns:
         _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")

@@ -59,10 +59,7 @@ def find_cache_folder(name: str) -> Path | None:
 
 @functools.cache
 def _describe_machine() -> str:
-    """Describe the processor, for the name of a cache folder that different machines may share.
-
-    JAX's names of programs do not identify the processor.
-    """
+    """Describe the processor, which JAX's names of programs lack, for the name of a shared cache folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))

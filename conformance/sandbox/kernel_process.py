@@ -437,10 +437,7 @@ class _RunningProcess:
                 select.select((self._output,), (), ())
 
     def _read_output(self) -> bool:
-        """Read the output that is in the pipe, keep its last bytes, and return whether more may come.
-
-        When an answer was received, all output that the kernel printed before it is in the pipe.
-        """
+        """Read the output that is in the pipe, keep its last bytes, and return whether more may come."""
         with self._output_lock:
             if self._output < 0:
                 return False

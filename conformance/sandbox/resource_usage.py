@@ -152,10 +152,7 @@ def _read_processor_time(process: int) -> bytes:
 
 
 def _measure_proportional(process: int) -> int:
-    """Return the proportional set size of a process in bytes, without shared memory (`Pss_Shmem`).
-
-    A page that several processes map counts in equal parts for each of them.
-    """
+    """Return a process's share of its mapped pages in bytes (PSS), without shared memory (`Pss_Shmem`)."""
     try:
         fields = dict(
             line.split()[:2]
@@ -168,11 +165,7 @@ def _measure_proportional(process: int) -> int:
 
 
 def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
-    """Return the sizes in bytes of open files without a name (memfd, removed files), by device and inode.
-
-    Raises:
-      OverLimit: if the process hides its files from the supervisor.
-    """
+    """Return the sizes of open files without a name, by device and inode; raise `OverLimit` if they are hidden."""
     found = {}
     folder = f"/proc/{process}/fd"
     try:
@@ -208,11 +201,7 @@ def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]
 
 
 def _measure_folder(folder: str) -> int:
-    """Return the bytes that a folder's files take on disk or in memory.
-
-    Raises:
-      OverLimit: if the folder has too many files, or cannot be measured.
-    """
+    """Return the bytes that a folder's files take; raise `OverLimit` if it cannot be measured."""
     inodes: dict[tuple[int, int], int] = {}
     entries, waiting = 0, [(folder, 0)]
     while waiting:

@@ -156,10 +156,7 @@ def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """Compute the weight of each element: 1 / sqrt(number of elements of the same case).
-
-    So a case with many wrong results counts more than a case with few, but not in proportion.
-    """
+    """Weigh each element by 1 / sqrt(elements of its case), so that cases count more with more wrong results."""
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 

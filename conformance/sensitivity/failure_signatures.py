@@ -148,10 +148,7 @@ def load_signatures(path: Path = FILE) -> list[KnownBug]:
 
 
 def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | None]) -> Signature:
-    """Convert a row of the file back to a signature; as `tests.bank.signatures_command` packs it.
-
-    Cases that no longer exist have no id, and are left out.
-    """
+    """Convert a row of the file, packed by `tests.bank.signatures_command`, to a signature of cases that exist."""
     sizes: dict[str, Sizes] = {}
     for words, numbers in packed.items():
         parsed = _parse_sizes(words)

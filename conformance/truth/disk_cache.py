@@ -129,11 +129,7 @@ def hash_request(asked: Any) -> str:
 
 
 def _hash_value(found: hashlib.blake2b, value: Any) -> None:
-    """Feed a value to the hash, with its type and size ahead of it, so that different values never feed the same bytes.
-
-    Raises:
-      TypeError: if the value is of a type whose content is not known.
-    """
+    """Feed a value to the hash after its type and size; raise `TypeError` for a type of unknown content."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         _hash_header(found, type(value).__qualname__, len(names))

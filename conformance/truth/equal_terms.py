@@ -39,10 +39,7 @@ def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
 
 
 def _count_most_frequent(x: Array) -> Array:
-    """Count how often the most frequent value occurs along the last axis, where values are compared in f32.
-
-    Zeros do not count, since adding them is exact.
-    """
+    """Count the most frequent value along the last axis, compared in f32, except zeros, whose sums are exact."""
     ordered = np.sort(x.astype(np.float32), axis=-1)
     place = np.arange(ordered.shape[-1])
     begins = np.ones(ordered.shape, bool)

@@ -243,10 +243,7 @@ def _compute_rounding_variance(squares: Array, u: Roundoff) -> Array:
 
 
 def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:
-    """Compute the variance of rounding partial sums over the heads `[G, ...]`, as the mean over both orders.
-
-    The first head is no sum yet, and the last sum is the result, so neither counts.
-    """
+    """Compute the variance of rounding partial sums over heads `[G, ...]`, without the first and the last one."""
     forth, back = (np.cumsum(order, axis=0)[1:-1] for order in (by_head, by_head[::-1]))
     return (compute_ulp(forth, dtype) ** 2 + compute_ulp(back, dtype) ** 2).sum(axis=0) / 24
 

@@ -516,10 +516,7 @@ def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied
 
 
 def _add_value_gradient(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
-    """Add the gradient of the values to the gradient of the keys, if the values are the keys' first coordinates.
-
-    An implementation may round each part before it adds them.
-    """
+    """Add the gradient of the values to that of the keys, if they share coordinates; each part may be rounded."""
     depth, keys = dv.value.shape[-1], dk.value.shape[-1]
     value = dk.value + pad_value_gradient(dv.value, keys)
     added = np.arange(keys) < depth  # only these coordinates are values

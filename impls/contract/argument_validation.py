@@ -98,10 +98,7 @@ def _is_text(value: object) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is what an annotation names.
-
-    An int is a float, a set a frozenset and a list a tuple. A bool is no number, and text no sequence.
-    """
+    """Return whether a value is what an annotation names; a bool is no number, and text no sequence."""
     value, kind, parts = _convert_scalar(value), get_origin(hint) or hint, get_args(hint)
     kind = _WIDER.get(kind, kind)
     if kind in (Union, types.UnionType):

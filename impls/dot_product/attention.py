@@ -174,10 +174,7 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _compute_alibi(slopes: Float[Array, " N"], shape: tuple[int, ...]) -> Float32[Array, "K G T S"]:
-    """Compute the ALiBi penalty `[K, G, T, S]` of logits `[B, K, G, T, S]`.
-
-    The last query has the position of the last key.
-    """
+    """Compute the ALiBi penalty `[K, G, T, S]`; the last query has the position of the last key."""
     *_, num_kv_heads, group, q_length, kv_length = shape
     i, j = jnp.arange(q_length, dtype=jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
     distance = jnp.abs(i + (kv_length - q_length) - j).astype(jnp.float32)

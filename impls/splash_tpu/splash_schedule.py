@@ -333,12 +333,7 @@ def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
 def _store_mask_blocks(
     mask: Mask, shape: tuple[int, int], blocks: Blocks, q: Any, kv: Any, head: Any, flags: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Store each distinct partial block once.
-
-    Returns:
-      index of each step's block, `[shards, b, n, L]`.
-      the blocks, int8 `[X, block_q, block_kv]`.
-    """
+    """Store each distinct partial block once, `[X, block_q, block_kv]`, with each step's index `[shards, b, n, L]`."""
     local, kv_length = shape
     known: dict[bytes, int] = {}
     found: list[np.ndarray] = []

@@ -232,10 +232,7 @@ def _iter_order_levels(spec: str) -> Iterator[Level]:
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """Return a mask spec of this kind with an offset, or None if the kind takes no offset.
-
-    Such an example has the level of the kind, but not the level of the kind without an offset.
-    """
+    """Return a mask spec of this kind with an offset, which has another level; None if the kind takes none."""
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None
 

@@ -230,10 +230,7 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """Compute the log likelihood of one sequence of `red` red and `green` green rows.
-
-    The rate of red rows has a beta distribution with the parameters `a` and `b`.
-    """
+    """Compute the log likelihood of `red` red and `green` green rows; the rate of red is beta(`a`, `b`)."""
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 
 

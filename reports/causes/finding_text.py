@@ -268,11 +268,7 @@ def format_refusal(finding: Finding) -> str:
 
 
 def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
-    """Return whether a declaration explains the smallest case, or most failures.
-
-    A declaration that explains only a few failures is no remedy: among hundreds of failures, any declaration explains
-    some by chance.
-    """
+    """Return whether a declaration explains the smallest case or most failures, not just some by chance."""
     mends_most = remedy.count > 1 and 4 * remedy.count >= 3 * remedy.tried
     is_of_smallest = finding.smallest.remedy == remedy.declaration
     return is_of_smallest or mends_most or 2 * remedy.count >= len(finding.records)
@@ -326,10 +322,7 @@ def _format_fault(finding: Finding) -> str:
 
 
 def _list_questions(finding: Finding) -> list[str]:
-    """List the failing subchecks of a finding's checks: `no_sinks` for the observable `out.no_sinks`.
-
-    The list is empty if any observable names no subcheck.
-    """
+    """List a finding's failing subchecks, as `no_sinks` of `out.no_sinks`; empty if any observable has none."""
     names = [record.observable.rpartition(".") for record in finding.own]
     found = dict.fromkeys(_QUESTION_WORDS.get(name[2], name[2]) for name in names)
     return [] if any(not name[1] for name in names) else list(found)

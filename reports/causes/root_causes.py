@@ -193,10 +193,7 @@ class _ContenderEvidence:
         return found
 
     def _get_unexplained(self, name: str) -> Signal:
-        """Return a signal without the cases whose `out` is wrong, where other results fail or pass as a consequence.
-
-        Signals of errors and of wrong forward results are returned unchanged.
-        """
+        """Return a signal without the cases whose `out` is wrong; errors and wrong forward results stay unchanged."""
         signal = self._signals[name]
         if _classify_signal(name) in (RAISES, FORWARD):
             return signal
@@ -407,10 +404,7 @@ class _ContenderEvidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Count the failing cases with the levels of a cause, the failing cases without, and the cases left out.
-
-        Cases that other causes explain are left out of both shares.
-        """
+        """Count the failing cases with a cause's levels, those without, and those left out as others explain them."""
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (
             _join_rows(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red

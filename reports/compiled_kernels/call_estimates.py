@@ -81,10 +81,7 @@ def choose_charts(
 
 
 def _parse_estimate(record: Record) -> CallEstimate | None:
-    """Return the estimated cycles of a record's program.
-
-    Returns None if the cycles of any kernel are unknown, since the total is then unknown too.
-    """
+    """Return the estimated cycles of a record's program; None if the cycles of any kernel are unknown."""
     kernels = [name.removesuffix(_BLOCK) for name in record.figures if name.endswith(_BLOCK)]
     if not kernels or any(kernel + _CALL not in record.figures for kernel in kernels):
         return None

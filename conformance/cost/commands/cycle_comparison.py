@@ -124,10 +124,7 @@ def _find_best(
 
 
 def _estimate_fixed(told: CompileResult) -> Estimate:
-    """Estimate an implementation without knobs as the sum of the cycles of its kernel calls.
-
-    `told` is the result of compiling it.
-    """
+    """Estimate an implementation without knobs by `told`, the result of compiling: the sum of its kernels' cycles."""
     if isinstance(told, str):
         return Estimate({}, None, told)
     calls = [value for name, value in told.items() if name.endswith(".call_cycles")]

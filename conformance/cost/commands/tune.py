@@ -139,11 +139,7 @@ def _choose_cases(
 
 
 def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
-    """Read the static cycles that `tune --static` recorded for this kind of device and this case.
-
-    Returns:
-      by name of a knob, and by name of a candidate, its cycles; empty if none are recorded.
-    """
+    """Read the static cycles by knob and candidate that `tune --static` recorded for this device and case."""
     kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
     entries = tunable.read_table(declared.table) if declared.table is not None else ()
     found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)

@@ -82,10 +82,7 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Make kernel names unique: a second kernel of the same name becomes `<name>_2`.
-
-    Kernels with the same name and the same measurements are yielded once.
-    """
+    """Make kernel names unique: a second kernel of a name becomes `<name>_2`; equal measurements count once."""
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -120,10 +117,7 @@ def _iter_numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[in
 
 
 def _assemble(source: Path, programs: NvidiaTools, architecture: str) -> tuple[list[str], str]:
-    """Assemble a PTX file; return the assembler's output lines and the disassembly.
-
-    The disassembly is empty if there is no disassembler, if assembling failed, or if the PTX has no matrix products.
-    """
+    """Assemble a PTX file; return the assembler's lines and the disassembly, empty if there is none to measure."""
     binary = source.with_suffix(".cubin")
     command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
     heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()

@@ -145,11 +145,7 @@ def tune_statically(
 
 
 def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
-    """Group the knobs whose kernels can be compiled in one call.
-
-    Knobs that require the same settings of other knobs (`Knob.given`) form a group. Knobs without such requirements
-    join the first group.
-    """
+    """Group the knobs that can be compiled in one call: those that require the same settings (`Knob.given`)."""
     found: dict[str, list[Knob]] = {}
     for knob in sorted(knobs, key=lambda knob: not knob.given):
         found.setdefault(str(knob.given) if knob.given else next(iter(found), ""), []).append(knob)

@@ -135,10 +135,7 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Return which sampled rows of `out` have a defined value, as booleans `[B, rows, N, 1]`.
-
-        A row whose query may attend to no key is undefined, unless the implementation declares its value.
-        """
+        """Return which sampled rows of `out` have a defined or declared value, as booleans `[B, rows, N, 1]`."""
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 

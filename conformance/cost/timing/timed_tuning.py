@@ -233,11 +233,7 @@ def _time_candidates(
     seconds: float,
     on_step: Callable[[str], None],
 ) -> dict[str, Measurement]:
-    """Time candidates side by side, and return their measurements by name.
-
-    Raises:
-      KeyboardInterrupt: if Ctrl-C ended the timing.
-    """
+    """Time candidates side by side, and return their measurements by name; raise `KeyboardInterrupt` on Ctrl-C."""
     found, interrupted = time_entrants(
         entrants,
         drawn,

@@ -128,10 +128,7 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
 
 
 def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
-    """Select for each bundle the instructions that branches depend on, directly or through other instructions.
-
-    Phi instructions are sorted to the front of their bundle, since they merge values before the bundle runs.
-    """
+    """Select for each bundle the instructions that branches depend on, phi instructions first."""
     every = [one for bundle in bundles for one in bundle]
     by_result = {one.result: one for one in every if one.result}
     stores = [one for one in every if one.code == _STORE]
@@ -174,10 +171,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandAddress:
-    """The address of an operand outside scalar memory, represented by the operand's index.
-
-    Before a copy, instructions convert the address. The result still points to the same operand.
-    """
+    """The address of an operand outside scalar memory, represented by the operand's index through conversions."""
 
     operand: int
 

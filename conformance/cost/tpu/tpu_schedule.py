@@ -103,11 +103,7 @@ def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
 
 
 def _read_sibling(path: Path, program: str, kind: str) -> str:
-    """Read the file of another kind that the compiler wrote for the same program.
-
-    Raises:
-      ValueError: if there is no such file, or more than one.
-    """
+    """Read the file of another kind for the same program; raise `ValueError` unless there is exactly one."""
     (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
     return other.read_text()
 
@@ -168,10 +164,7 @@ def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
 
 
 def _find_grid_loop(schedule: TpuSchedule) -> range:
-    """Find the loop over the grid, which is the longest loop that contains matrix products.
-
-    Without such a loop, return all bundles.
-    """
+    """Find the loop over the grid: the longest with matrix products, or all bundles if there is none."""
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)

@@ -56,10 +56,7 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Yield descriptions of the wrong indices, the most specific first.
-
-    Only a run may include right indices. All other descriptions name exactly the wrong ones.
-    """
+    """Yield descriptions of the wrong indices, the most specific first; only a run may include right ones."""
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)
@@ -101,10 +98,7 @@ def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
 
 
 def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """Yield descriptions of wrong indices that repeat from block to block, if there are at least two blocks.
-
-    The largest block comes first, since a pattern of large blocks may fit smaller ones too.
-    """
+    """Yield descriptions that repeat from block to block, of at least two blocks, the largest blocks first."""
     places, noun = np.arange(len(wrong)), NOUNS[letter]
     for block in [2**n for n in range((len(wrong) // 2).bit_length() - 1, 0, -1)]:
         inside = places % block

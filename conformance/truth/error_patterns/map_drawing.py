@@ -52,10 +52,7 @@ def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorM
 
 
 def _find_worst_head(failure: Failure, worst: tuple[np.intp, ...]) -> tuple[int, int]:
-    """Return the batch row and the query head of the worst element.
-
-    If the result has key/value heads, return the first query head that reads the worst key/value head.
-    """
+    """Return the batch row and query head of the worst element; the first that reads it, for key/value heads."""
     places = {letter: int(n) for letter, n in zip(failure.letters, worst, strict=True)}
     return places["B"], places["N"] if "N" in places else places["K"] * failure.group
 
@@ -76,10 +73,7 @@ def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str,
 
 
 def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndarray:
-    """Reduce an array to two axes, by the largest value along all others.
-
-    The second of `axes` may be two letters. Their axes are then flattened into one.
-    """
+    """Reduce an array to two axes by the largest value along all others; two letters are one flattened axis."""
     order = [letters.index(letter) for letter in "".join(axes)]
     rest = [n for n in range(len(letters)) if n not in order]
     kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters))))

@@ -60,10 +60,7 @@ def _find_pattern(failure: Failure) -> Pattern:
 
 
 def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
-    """Check whether the right elements outside the location fit the description too; then the location is dropped.
-
-    Zeros, for instance, fit every factor.
-    """
+    """Check whether right elements outside the location fit too, as zeros fit every factor; then it is dropped."""
     elements = np.broadcast_to(inside, failure.got.shape) & failure.informative
     outside = np.flatnonzero(failure.informative & ~elements)
     within = np.flatnonzero(elements)
