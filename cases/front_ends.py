@@ -88,10 +88,7 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 
 
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the position streams of queries and keys, int32 `[3, T]` and `[3, S]`.
-
-    The streams are the place in the sequence, and row and column as if tokens were patches of an image.
-    """
+    """Compute positions `[3, T]` and `[3, S]`, int32: the place in the sequence, and row and column of a patch."""
 
     def compute_streams(start: int, length: int) -> np.ndarray:
         """Compute the three streams of `length` positions."""

@@ -205,10 +205,7 @@ class _Support:
         return [base] + [self._find_case(item) for item in items if self._find_refusal(item) is None]
 
     def list_rich(self) -> tuple[Case, ...]:
-        """Return up to two rich cases: the base with as many rich levels as are supported, and a variant of it.
-
-        The variant has other levels on the axes of `_SECOND_AXES`.
-        """
+        """Return the base with as many rich levels as are supported, and a variant of it on `_SECOND_AXES`."""
         row = self._base
         for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
             axis = self._model.axes[place]

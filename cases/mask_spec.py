@@ -38,10 +38,7 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The inputs of every mask: the whole spec, the sizes of the case, and the seed of random masks.
-
-    Error messages quote the spec.
-    """
+    """The inputs of every mask: the whole spec, for messages, the sizes of the case, and the seed of random masks."""
 
     spec: str
     batch: int
@@ -286,11 +283,7 @@ OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
 
 
 def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
-    """Parse a spec into terms `((kind, arguments), ...)`, joined by `and` inside and by `or` outside.
-
-    Raises:
-      ValueError: if a term is not a mask; the message names the term.
-    """
+    """Parse a spec into an `or` of `and`s of terms `(kind, arguments)`. Raises `ValueError`, naming a wrong term."""
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
 
@@ -315,10 +308,7 @@ def list_mask_features(spec: str) -> list[str]:
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
-    """Return the spec of the mask's rows from query `start` on.
-
-    No spec describes these rows of a mask with `_or_`, so the spec of a random mask is returned instead.
-    """
+    """Return the spec of the mask's rows from query `start` on; that of a random mask for a mask with `_or_`."""
     if "_or_" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]

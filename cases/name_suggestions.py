@@ -20,10 +20,7 @@ def suggest_or_list(name: object, known: Iterable[str]) -> str:
 
 
 def suggest_query(query: str, ids: Iterable[str]) -> str:
-    """Return a suggestion for a query of case ids that matches none; empty if none is close.
-
-    Each part of the query that no id has is replaced by the closest part of any id.
-    """
+    """Suggest a query with the closest part for each part that no case id has; empty if none is close."""
     known = list(dict.fromkeys(part for one in ids for part in one.split("/")))
     parts = query.split("/")
     closest = [_find_closest(part, known) for part in parts]

@@ -62,10 +62,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative(Score):
-    """A bias that depends on how far the key is behind the query, constant from `reach` on.
-
-    Source: Raffel et al., arXiv:1910.10683.
-    """
+    """A bias that depends on how far the key is behind the query, up to `reach` (Raffel et al., arXiv:1910.10683)."""
 
     reach: int
 

@@ -161,10 +161,7 @@ def _resolve_stand_in(shape: Shape) -> Shape:
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether one case may have all these levels; axes that are not chosen yet are missing.
-
-    Levels are incompatible if they contradict each other, or if testing them together is not worth the cost.
-    """
+    """Return whether one case may have all the levels chosen so far, and is worth the cost."""
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated

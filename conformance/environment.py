@@ -206,10 +206,7 @@ def build_default_options() -> dict[str, bool | int]:
 
 
 def build_fast_options() -> dict[str, bool | int]:
-    """Return compiler options that make compiling fast in a process whose XLA flags do not; empty on accelerators.
-
-    They stand for the flags of `_FAST_COMPILE`, which XLA reads only once, when the first backend starts.
-    """
+    """Return compiler options for `_FAST_COMPILE` in a process whose XLA flags are read; empty on accelerators."""
     import jax  # imported late: `prepare_environment` must run first
 
     flags = os.environ.get("XLA_FLAGS", "")

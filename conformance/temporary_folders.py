@@ -42,10 +42,7 @@ class TemporaryFolder:
                 os.close(self.lock)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, and warn about entries that cannot be removed.
-
-        The folder gets another name first, so that no process creates entries while it is emptied.
-        """
+        """Remove the folder under another name, so that nothing is created in it, and warn about remains."""
         renamed = f"{self.path.removesuffix(_SUFFIX)}-removed{_SUFFIX}"
         with contextlib.suppress(OSError):
             os.rename(self.path, renamed)

@@ -62,10 +62,7 @@ class Mask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features that an implementation must support to be called with this mask.
-
-        The mask spec in a case id names the same features, or more.
-        """
+        """The names of the features that an implementation must support to be called with this mask."""
         return (self.feature or ("dense" if self.is_computed else "dense_batch"),)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:

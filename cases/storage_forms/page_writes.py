@@ -68,10 +68,7 @@ def find_slots(storage: Storage) -> TokenSlots:
 
 
 def clear_written(storage: Storage, slots: TokenSlots) -> np.ndarray:
-    """Return the dense key in each row of each page before the call, `[pages, page_size]`.
-
-    The rows that the call writes have `NOBODY`.
-    """
+    """Return the dense key in each row of each page before the call, `[pages, page_size]`; `NOBODY` if written."""
     held = storage.held.copy()
     held[slots.page[slots.there], slots.row[slots.there]] = NOBODY
     return held

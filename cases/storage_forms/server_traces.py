@@ -39,10 +39,7 @@ _MAX_QUERIES = 13  # the most queries that a request has in a step, and T of eac
 
 
 def build_traces(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Build the cases of whole traces.
-
-    For each storage form, format of the cache and window, there is one case: the first that `supports` accepts.
-    """
+    """Build the whole traces: for each form, cache format and window the first case that `supports` accepts."""
     found = []
     for form, cases in load_all_form_cases().items():
         for cache, left in itertools.product(cases.caches, cases.trace_windows):

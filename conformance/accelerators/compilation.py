@@ -104,11 +104,7 @@ def compile_for(
 
 
 def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which JAX traces programs for one chip of `target`.
-
-    Raises:
-      NoCompiler: if this machine cannot compile for the target.
-    """
+    """Return a context in which JAX traces for one chip of `target`. Raises `NoCompiler` without a compiler."""
     return _trace_on_sharding(_build_sharding(target))
 
 
@@ -226,10 +222,7 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 
 def format_first_line(error: BaseException) -> str:
-    """Format an exception as one line: its type and the first line of its message.
-
-    If that line ends in a colon, the next line is appended. HLO instructions are shortened to their names.
-    """
+    """Format an exception as its type and first line, with the next after a colon; HLO instructions by name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     words = ""
     for line in lines:

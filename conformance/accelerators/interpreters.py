@@ -65,11 +65,7 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
 
 @contextlib.contextmanager
 def capture_races() -> Iterator[list[str]]:
-    """Collect the races that occur within this context, one line for each race.
-
-    The list is filled when the context ends. The interpreters are reset before and after, since a kernel that raises
-    leaves its state behind.
-    """
+    """Collect the races in this context, a line each, once it ends; the interpreters are reset before and after."""
     found: list[str] = []
     printed = io.StringIO()
     _reset_interpreters()

@@ -75,10 +75,7 @@ def judge_gradients(
     expected: Mapping[str, Bounded],
     flash: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge every gradient in `expected` and its dtype, and that the gradients of padding are zero.
-
-    `flash` has the gradients by the flash formula, for the second comparison; none or empty without it.
-    """
+    """Judge each gradient in `expected`, its dtype, and zeros of padding; `flash` has those of the flash formula."""
     for name, bounded in expected.items():
         if name not in subject.implementation.gradients:
             yield build_unsupported(name, _describe_offer(name, subject.implementation.gradients))

@@ -44,10 +44,7 @@ def expect(arguments: argparse.Namespace) -> int:
 
 
 def build_query(cause: Finding) -> str:
-    """Build a query of the parts of an id that a finding needs, such as `*/softcap*/bias*`; empty if there are none.
-
-    Sizes of the shape are no parts of their own, so a query cannot name them.
-    """
+    """Build a query of an id's parts that a finding needs, such as `*/softcap*`; sizes are no parts; empty if none."""
     names = {name for level in cause.levels or () for name in level.fields} & _PARTS
     fields = [parse_fields(record.case) or {} for record in cause.own]
     found = []

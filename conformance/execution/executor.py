@@ -134,10 +134,7 @@ class Executor:
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return an executor of the same call with the declarations of `implementation`.
-
-        Both executors share their compiled functions.
-        """
+        """Return an executor of the same call and compiled functions with the declarations of `implementation`."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
@@ -172,10 +169,7 @@ class Executor:
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that a sandboxed kernel read for the first time since the last call of this method.
-
-        Each file comes with its digest.
-        """
+        """Return the files, with digests, that a sandboxed kernel read for the first time since the last call."""
         return {}
 
     @property
@@ -188,10 +182,7 @@ class Executor:
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """Return the results of all offered forward calls, from one compiled program.
-
-        One program compiles faster than a program for each call.
-        """
+        """Return the results of all offered forward calls, from one program, which compiles faster than several."""
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
@@ -224,10 +215,7 @@ class Executor:
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """Return the uncompiled call without residuals, and the arrays that it takes.
-
-        Static keywords are bound, so the call is a function of the arrays. It checks that it returns one array.
-        """
+        """Return the uncompiled call, a function of arrays that returns one array, and the arrays that it takes."""
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 

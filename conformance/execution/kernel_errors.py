@@ -118,10 +118,7 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from a text that `describe_kernel_error` returned.
-
-    None if the text has no place, or if the line of the file has changed since.
-    """
+    """Parse the place from `describe_kernel_error`'s text; None if it has none, or the line of the file has changed."""
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
@@ -134,11 +131,7 @@ def parse_place(words: str) -> Place | None:
 
 
 def check_output(returned: Any) -> Any:
-    """Return `returned`, the value of a call without residuals, if it is one array.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return `returned`, the value of a call, if it is one array. Raises `WrongReturn`."""
     if _is_array(returned):
         return returned
     raise WrongReturn(
@@ -164,11 +157,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return `returned`, the value of a call that writes pages, if it is `out`, residuals if requested, and the pages.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`."""
     arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
     fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
     fits = fits and all(_is_array(returned[n]) for n in arrays)
@@ -181,22 +170,14 @@ def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
 
 
 def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
-    """Check the shape of an array that the call returned, before gradients or results are computed from it.
-
-    Raises:
-      WrongReturn: if the array has another shape.
-    """
+    """Check the shape of a returned array before it is computed with. Raises `WrongReturn`."""
     if tuple(returned.shape) != shape:
         must = ", ".join(map(str, shape))
         raise WrongReturn(f"{name} must be an array [{must}], and the call returned {_describe_value(returned)}")
 
 
 def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
-    """Return the residual of this name.
-
-    Raises:
-      WrongReturn: if the call returned no residual of this name.
-    """
+    """Return the residual of this name. Raises `WrongReturn` if the call returned none."""
     if name in residuals:
         return residuals[name]
     others = ", ".join(map(repr, residuals)) or "none"

@@ -73,10 +73,7 @@ def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """Return the implementation with each of its calls wrapped to take dense operands.
-
-    An implementation that takes dense operands already is returned as it is.
-    """
+    """Return the implementation with each call that takes stored operands wrapped to take dense ones."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     lower = functools.partial(
@@ -117,10 +114,7 @@ def _lower_accelerator(
 
 @dataclasses.dataclass(frozen=True)
 class LatentCall:
-    """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
-
-    The gradient of the latent is returned as that of k. The gradient of v is zero.
-    """
+    """A call with one latent, wrapped to take dense q, k and v; its gradient is that of k, and v's is zero."""
 
     call: Callable[..., Any]
     form: StorageForm
@@ -132,10 +126,7 @@ class LatentCall:
 
 
 def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim` and `scale` to the options of a call with a latent.
-
-    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
-    """
+    """Add `value_dim`, and `scale`, whose own default may differ, to the options of a call with a latent."""
     scale = options.get("scale")
     return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
@@ -282,11 +273,7 @@ class StoredCall:
     def write(
         self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
-
-        Raises:
-          WrongReturn: if the call does not return these.
-        """
+        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
         *first, keys, values = kernel_errors.check_pages(returned, save_residuals=save_residuals)

@@ -31,11 +31,7 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """Run the call under `shard_map`, with one axis sharded over the devices.
-
-    Returns:
-      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
-    """
+    """Run the call under `shard_map`, one axis sharded; return `out`, and gradients by operand for a cotangent `do`."""
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -52,13 +48,7 @@ def run_on_second_device(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Run the call with batch rows sharded over a mesh of explicit axes, without `shard_map`.
-
-    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
-
-    Returns:
-      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
-    """
+    """Run the call with rows sharded over a mesh of explicit axes; return `out`, and gradients for a cotangent `do`."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 

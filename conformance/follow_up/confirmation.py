@@ -130,10 +130,7 @@ class Prober:
                     self._fails(suspicion, case)
 
     def isolate(self, implementation: str, check: str, failing: str, groups: Sequence[Fields]) -> None:
-        """Judge a failing case again, each time with one group of fields as in the plainest case.
-
-        Where such a case passes, the failure needs what was changed.
-        """
+        """Judge a failing case again, each time with one group of fields as in the plainest case."""
         nothing: tuple[Mapping[str, Any], ...] = ({},) * len(groups)
         suspicion = Suspicion(
             implementation=implementation, check=check, failing=failing, levels=tuple(groups), counters=nothing

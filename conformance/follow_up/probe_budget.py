@@ -104,10 +104,7 @@ def _estimate_work(case: Case) -> int:
 
 
 class DeadlineExceeded(ProcessLost):
-    """Raised if a block exceeds its time limit.
-
-    As a `ProcessLost`, it makes code that waits for a kernel's process end this process.
-    """
+    """Raised if a block exceeds its limit; a `ProcessLost`, so that who waits for a kernel's process ends it."""
 
 
 @contextlib.contextmanager

@@ -49,10 +49,7 @@ SHRINK_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShrunkCase:
-    """The smallest case that fails in the same way, its records, and how many other cases were tried.
-
-    `is_finished` tells whether shrinking ended by itself: neither the time limit nor Ctrl-C stopped it.
-    """
+    """The smallest case that fails in the same way, its records, how many others were tried, and whether all were."""
 
     case: Case
     records: tuple[Record, ...]

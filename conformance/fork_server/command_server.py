@@ -57,11 +57,7 @@ def is_supported() -> bool:
 
 
 def listen() -> socket.socket:
-    """Return a socket on which commands find this process.
-
-    Raises:
-      OSError: if another server with the same sources and settings runs already.
-    """
+    """Return a socket on which commands find this process. Raises `OSError` if an equal server runs already."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{_compute_address()}")
     listening.listen()

@@ -108,11 +108,7 @@ class ForkedProcess:
         return int(INT32.unpack_from(self._received)[0]) if len(self._received) >= INT32.size else 0
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until the process has ended and return its exit code. A signal's number is returned as negative.
-
-        Returns:
-          The exit code, or None if the process has not ended in time.
-        """
+        """Wait until the process has ended and return its exit code, negative for a signal; None if out of time."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while len(self._received) < 2 * INT32.size:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -24,12 +24,7 @@ _MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names o
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """A suggested entry of the table of expected failures.
-
-    Attributes:
-      case: a query that matches the failing cases.
-      some: whether the entry also matches passes.
-    """
+    """A suggested entry of expected failures: a query for the cases, and whether it matches `some` passes too."""
 
     implementation: str
     case: str
@@ -83,10 +78,7 @@ def _escape_pattern(name: str) -> str:
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
-    """Suggest entries that together match all failures.
-
-    Checks and results of one implementation that fail on the same set of cases share an entry.
-    """
+    """Suggest entries that together match all failures; checks and results that fail in the same cases share one."""
     failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
     for record in failed:
@@ -136,10 +128,7 @@ def _build_entry(
 
 
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
-    """Find the query that matches all of `failing` and as few as possible of `held`.
-
-    If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
-    """
+    """Find the shortest query that matches all of `failing` and as few as possible of `held`."""
     if len(failing) == 1 and held:
         (only,) = failing
         query = _find_best_query(failing, held)

@@ -115,10 +115,7 @@ class Budget:
 
     @property
     def shrink_seconds(self) -> float:
-        """Seconds after which shrinking stops.
-
-        With a time budget they count from the start of the exploration, otherwise from the first wrong case.
-        """
+        """Seconds after which shrinking stops, from the start of a timed exploration, or from the first wrong case."""
         return (
             _DEFAULT_SHRINK_SECONDS
             if self.seconds is None
@@ -182,10 +179,7 @@ def _request_clues(implementation: Implementation) -> Clues:
 
 
 class OutOfTime(BaseException):
-    """Raised in a test to end Hypothesis's run, since the time is up.
-
-    This is no `Exception`: Hypothesis would take one for a failing example and shrink it.
-    """
+    """Raised to end Hypothesis's run when time is up; no `Exception`, which Hypothesis would shrink."""
 
 
 class _BatchDecided(Exception):
@@ -467,11 +461,7 @@ class _Explorer:
 
 
 def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *, examples: int) -> bool:
-    """Run Hypothesis once: call `each` with drawn cases, and shrink a case for which it raises `WrongCase`.
-
-    Returns:
-      Whether a case was wrong.
-    """
+    """Call `each` with drawn cases, shrink one for which it raises `WrongCase`, and return whether one was wrong."""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(

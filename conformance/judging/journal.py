@@ -83,10 +83,7 @@ class Journal:
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
-        """Write the records of a finished job. Raises `JournalWriteError`.
-
-        A job that is judged twice keeps the records of both times.
-        """
+        """Write the records of a finished job, beside those of an earlier time. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
             self._append_to_files(serialize_job(number, found))
@@ -226,10 +223,7 @@ class _RecordFile:
             raise JournalWriteError(self._format_error(error)) from error
 
     def start(self, beginning: bytes, *, replace: bool) -> None:
-        """Replace the content of the file by these whole lines. Raises `JournalWriteError`.
-
-        With `replace`, the lines are written to another file that then takes this one's place.
-        """
+        """Replace the file's content by these lines, with `replace` by another file. Raises `JournalWriteError`."""
         try:
             if replace and self._regular:  # a crash must not lose the jobs that a resumed run keeps
                 target = self._path.resolve()

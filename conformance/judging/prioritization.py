@@ -51,10 +51,7 @@ _FORWARD_COST, _PULLBACK_COST, _SHARED_CASE_COST, _MULTIPLICATIONS_PER_COST = 1.
 
 
 def order_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Order the jobs of one implementation: those that `smoke` begins with, then long jobs, then all others.
-
-    A long job compiles many programs. If it began last, it would keep one process busy while the others are idle.
-    """
+    """Order an implementation's jobs: first those of `smoke`, then long ones, which would keep others waiting."""
     first = _select_first_jobs(jobs)
     first_ids = {id(job) for job in first}
     return first + sorted((job for job in jobs if id(job) not in first_ids), key=lambda job: job.short)

@@ -43,10 +43,7 @@ Alternative = TypeVar("Alternative")
 
 
 def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
-    """Return the rotation of each case of the grid.
-
-    The plainest case has the full rotation: checks ask it all questions. Another seed gives other rotations.
-    """
+    """Return the rotation of each case of the grid by seed; checks ask the plainest case all questions."""
     plainest = grid.singles[:1]
     rows = {
         case: tuple(row[axis] for axis in grid.weighed)

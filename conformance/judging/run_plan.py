@@ -173,10 +173,7 @@ def plan_regressions(implementations: Sequence[Implementation], checks: Iterable
 def plan_problem(
     implementations: Sequence[Implementation], cases: Sequence[Case], checks: Iterable[Check] = CHECKS
 ) -> Plan:
-    """Plan the cases of a named problem.
-
-    A case with a front end (norms, rotary embedding) gets the checks of front ends, any other case those of the grid.
-    """
+    """Plan the cases of a named problem: with a front end by its checks, otherwise by those of the grid."""
     chosen = tuple(checks)
     by_scope = {scope: tuple(check for check in chosen if check.scope is scope) for scope in (FRONT, GRID)}
     return Plan(

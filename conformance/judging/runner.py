@@ -87,10 +87,7 @@ class Runner:
         return records_found
 
     def judge(self, job: Job) -> list[Record]:
-        """Judge one job and return its records.
-
-        NumPy does not warn meanwhile: wrong results may be huge, infinite or NaN, and the verdict says so.
-        """
+        """Judge one job and return its records, without NumPy's warnings of results that the verdict describes."""
         with np.errstate(all="ignore"):
             return list(self.stream(job))
 

@@ -156,10 +156,7 @@ class Settings:
 
     @staticmethod
     def unmark_expected_failure(record: Record) -> Record:
-        """Return the record without the mark of `mark_expected_failures`, to mark it by other settings.
-
-        A marked record does not tell a failure from an error: both become `fail`.
-        """
+        """Return the record without the mark of an expected failure; errors that were marked become `fail`."""
         if record.verdict == records.EXPECTED_FAIL:
             reason, found, _ = record.reason.rpartition("; expected: ")
             return msgspec.structs.replace(record, verdict=records.FAIL, reason=reason if found else "")
@@ -168,10 +165,7 @@ class Settings:
         return record
 
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
-        """Return a red record for each expected failure that did not occur in a whole run.
-
-        Entries of an implementation that could not be judged at all, for example without its library, are skipped.
-        """
+        """Return a red record for each expected failure of a judged kernel that did not occur in a whole run."""
         judged = {
             record.implementation: record.platform
             for record in records_found

@@ -41,10 +41,7 @@ _SETTLE_SECONDS = 1.0  # a program that was written to more recently may be inco
 
 
 def find_cache_folder(name: str) -> Path | None:
-    """Return the cache folder for a kernel's programs.
-
-    None if caching is off, for implementations of this project, and for kernels whose source is unknown.
-    """
+    """Return the cache folder for a kernel's programs; None if caching is off, or its source is ours or unknown."""
     folder = disk_cache.find_cache_folder()
     if folder is None or implementation_registry.is_builtin(name):
         return None
@@ -68,10 +65,7 @@ def _describe_machine() -> str:
 
 
 def link_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Link the programs that were stored before this run into the scratch folder of a kernel's process.
-
-    Without a cache folder the process gets an empty folder, and its programs are removed when it ends.
-    """
+    """Link the stored programs into a kernel's scratch folder, which is empty without a cache folder."""
     linked = Path(scratch, _FOLDER)
     linked.mkdir()
     if cache_folder is None:

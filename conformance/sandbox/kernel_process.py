@@ -85,10 +85,7 @@ class Limits:
 
 
 class ProcessLost(BaseException):
-    """Raised when the kernel's process has died or had to be ended; the message says why.
-
-    This is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
-    """
+    """Raised when the kernel's process was lost, which ends the job; no `Exception`, which the kernel could raise."""
 
 
 class CallTimeout(ProcessLost):
@@ -180,10 +177,7 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Send the request of a call whose result `call` returns later, without waiting for the answer.
-
-        So the judge can compute the expected result while the kernel runs.
-        """
+        """Send a call's request, so that the judge computes while the kernel runs; `call` returns the result."""
         if not self._running:
             return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
@@ -232,11 +226,7 @@ class KernelProcess:
             raise
 
     def settle(self) -> None:
-        """Wait for all pending calls, and discard their results.
-
-        Raises:
-          ProcessLost: if the process was lost in one of these calls.
-        """
+        """Wait for all pending calls, and discard their results. Raises `ProcessLost`."""
         self._raise_lost()
         try:
             if self._running:
@@ -319,10 +309,7 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command.
-
-    The next call of a kernel starts its process again.
-    """
+    """End the processes of all kernels, at the end of a command; the next call would start them again."""
     for process in list(_ALL):
         process.end()
 

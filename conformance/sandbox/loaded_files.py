@@ -46,10 +46,7 @@ class LoadedFiles:
 
     @property
     def files_at_load(self) -> Mapping[str, str]:
-        """Digests by name: of files read until the kernel was first loaded, and of packages that it imported.
-
-        The first use of this property marks the end of loading. Files that are recorded afterwards count as later ones.
-        """
+        """Digests by name of files and packages read until the first use of this property, which ends loading."""
         if self._at_load is None:
             self._at_load = dict(self._known)
             self._new_files = {}

@@ -48,11 +48,7 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
 
 
 def list_descendants(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return the process ids of all descendants of a process.
-
-    Raises:
-      OverLimit: if there are more than `MAX_PROCESSES`.
-    """
+    """Return the ids of all descendants of a process. Raises `OverLimit` beyond `MAX_PROCESSES`."""
     found: list[int] = []
     waiting = [process]
     while waiting:
@@ -85,11 +81,7 @@ class UsageMonitor:
         self._checks = 0
 
     def check(self) -> None:
-        """Measure the usage, quickly or thoroughly, and compare it with the limits.
-
-        Raises:
-          OverLimit: if the processes hold too much.
-        """
+        """Measure the usage, quickly or thoroughly. Raises `OverLimit` if the processes hold too much."""
         self._checks += 1
         is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._has_any_run()
         processes = list_descendants(self._process, of_all_threads=is_due)

@@ -83,10 +83,7 @@ def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Simila
 def find_nearest(
     signature: Signature, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
 ) -> list[Similarity]:
-    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
-
-    Bugs that are not possible, by what else is known of the kernel, are left out.
-    """
+    """Find the possible bugs most similar to a kernel, one of each kind; empty if none is similar enough."""
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(signature)
     for each in rank_bugs(signature, bank):

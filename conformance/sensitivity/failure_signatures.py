@@ -125,13 +125,7 @@ def _compute_size(record: Record) -> float:
 
 
 def load_signatures(path: Path = FILE) -> list[KnownBug]:
-    """Load the stored signatures of planted bugs; empty if the file does not exist.
-
-    Cases that are no longer signature cases are dropped.
-
-    Raises:
-      ValueError: if the file has another schema.
-    """
+    """Load planted bugs' signatures on cases that still exist; empty without a file. Raises `ValueError`."""
     if not path.is_file():
         return []
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

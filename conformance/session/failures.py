@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class CannotJudge(Exception):
-    """Raised if a session or command cannot do its work, for example because of its options.
-
-    The message is the one line that the user sees. The exit code is 2.
-    """
+    """Raised if a session or command cannot do its work (exit code 2); the message is the user's one line."""
 
 
 class RunStopped(Exception):

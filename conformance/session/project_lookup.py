@@ -87,11 +87,7 @@ def build_kernel_options(
 
 
 def find_implementations(names: Sequence[str], kernels: KernelOptions = SANDBOXED) -> list[Implementation]:
-    """Find implementations by their names. A kernel of the user is sandboxed unless `kernels` says otherwise.
-
-    Raises:
-      CannotJudge: if a name is unknown or cannot be loaded, or if `--products` is given and declares nothing.
-    """
+    """Find implementations by name, sandboxed unless `kernels` says otherwise. Raises `CannotJudge`."""
     try:
         found = [kernels.find(name) for name in names]
     except implementation_registry.ImplementationNotFound as error:

@@ -137,11 +137,7 @@ def check_writable(
 
 
 def write_summary(path: Path, text: str) -> None:
-    """Write the file of `--markdown`, or append to it if it is GitHub's summary of the step.
-
-    Raises:
-      OSError: if the file cannot be written; the error names it.
-    """
+    """Write the file of `--markdown`, or append to GitHub's summary of the step. Raises `OSError`, naming it."""
     if not _is_step_summary(path):
         output_files.write_text(path, text)
         return

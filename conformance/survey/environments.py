@@ -42,11 +42,7 @@ class CreatedEnvironment:
 
 
 def find_uv() -> str:
-    """Find the program uv: that of the package `uv` in this environment, or the one on the path.
-
-    Raises:
-      CannotCreateEnvironment: if there is none.
-    """
+    """Find the program uv in this environment or on the path. Raises `CannotCreateEnvironment`."""
     try:
         import uv  # imported late: the package is optional
 
@@ -59,11 +55,7 @@ def find_uv() -> str:
 
 
 def create_environment(described: Environment, folder: Path) -> CreatedEnvironment:
-    """Create an environment in a folder, or return the one there if it was created for the same description.
-
-    Raises:
-      CannotCreateEnvironment: if Python or a package cannot be installed.
-    """
+    """Create an environment in a folder, or return an equal one there. Raises `CannotCreateEnvironment`."""
     project = describe_project()
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if (kept := _read_stamp(folder, described, project)) is not None and python.exists():

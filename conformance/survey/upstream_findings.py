@@ -50,11 +50,7 @@ def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
 
 
 def parse_finding(path: Path) -> UpstreamFinding:
-    """Parse a report.
-
-    Raises:
-      ValueError: if a part is missing; the message names the file and the part.
-    """
+    """Parse a report. Raises `ValueError`, which names the file and a missing part."""
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
     if page is None:
         raise ValueError(f"{path.name} does not begin with a block between lines of ---")

@@ -118,11 +118,7 @@ def _hash_code() -> str:
 
 
 def hash_request(asked: Any) -> str:
-    """Hash the content of a value: dataclasses, arrays, mappings, sequences and scalars.
-
-    Raises:
-      TypeError: if the value holds an object of another type.
-    """
+    """Hash dataclasses, arrays, mappings, sequences and scalars. Raises `TypeError` for other objects."""
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()

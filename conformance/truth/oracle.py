@@ -138,10 +138,7 @@ class Slab:
 
     @functools.cached_property
     def pivot(self) -> Array:
-        """The number subtracted from a row's logits before `exp`, `[G, T]`: their maximum, including the sink.
-
-        It is 0 where the maximum is not finite, and in rows that have neither an allowed key nor a sink.
-        """
+        """The number subtracted from logits, `[G, T]`: their finite maximum, with the sink, else 0."""
         pivot = self.max_logits if self.sinks is None else np.maximum(self.max_logits, self.sinks[:, None])
         return np.where(np.isfinite(pivot) & (pivot > _NO_SINK), pivot, 0.0)
 
@@ -205,10 +202,7 @@ class Slab:
         return dataclasses.replace(self, **cut)
 
     def drop_factor(self, operand: str) -> Slab:
-        """Return the slab without terms and without the factor of `operand`.
-
-        The logits `x` of the returned slab are the derivative of this slab's `x` with respect to that factor.
-        """
+        """Return the slab without terms and the factor of `operand`: its `x` is the derivative by that factor."""
         factors = {name: factor for name, factor in self.head_factors.items() if name != operand}
         return dataclasses.replace(self, head_factors=factors, terms=(), later_terms=())
 
@@ -232,10 +226,7 @@ _NO_SINK = -1e300
 
 
 def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
-    """Yield the problem as slabs in float64, one for each batch row and key/value head.
-
-    Keys and values that no query may attend to become zeros, so NaN in them cannot spread.
-    """
+    """Yield float64 slabs by batch row and key/value head; keys and values without a query become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
     group = num_q_heads // num_kv_heads

@@ -79,10 +79,7 @@ class BoundedNumber:
         return self._summed(axis, self.error.sum(axis=axis, keepdims=keepdims), keepdims)
 
     def sum_independent(self, axis: tuple[int, ...]) -> BoundedNumber:
-        """Sum over `axis`, adding the terms' errors in quadrature, since they are independent.
-
-        `conformance.truth.rounding_bounds` adds the errors of dsinks in the same way.
-        """
+        """Sum over `axis`, adding the terms' errors in quadrature, since they are independent."""
         return self._summed(axis, 2 * np.sqrt((self.error**2).sum(axis=axis)), False)
 
     def _summed(self, axis: int | tuple[int, ...], error: Array, keepdims: bool) -> BoundedNumber:

@@ -105,11 +105,7 @@ def load_default_tolerances() -> Tolerances:
 
 
 def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
-    """Build the tolerance table from a calibration, by the rules of the module docstring.
-
-    Raises:
-      ValueError: if the calibration has another schema.
-    """
+    """Build the table from a calibration by the module's rules. Raises `ValueError` for another schema."""
     if calibration.get("schema") != CALIBRATION_SCHEMA:
         raise ValueError(f"schema of the calibration is {calibration.get('schema')!r}, must be {CALIBRATION_SCHEMA!r}")
     rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}

@@ -70,10 +70,7 @@ def backward(
     d_out: Float[Array, "B T N V"],
     d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
-    """Compute the gradient of every operand, in the operand's shape and dtype.
-
-    Slopes, segment ids and selections have no gradient.
-    """
+    """Compute the gradient of every operand but slopes, segment ids and selections, in its shape and dtype."""
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
     # The row sums D - dlse, where D is equation (11).

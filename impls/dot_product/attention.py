@@ -253,10 +253,7 @@ def _broadcast_scales(
 def compute_allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
 ) -> Bool[Array, "b k g T S"] | None:
-    """Combine mask and segment ids into booleans `[b, k, g, T, S]`; None if every pair is allowed.
-
-    An axis has size 1 where nothing differs along it.
-    """
+    """Combine mask and segment ids into booleans `[b, k, g, T, S]`, size 1 if alike; None if all is allowed."""
     if isinstance(mask, Full) and segment_ids is None:
         return None
     if mask.is_computed:

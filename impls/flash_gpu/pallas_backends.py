@@ -72,10 +72,7 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
 
 
 def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
-    """Return what Mosaic kernels do not support about a call, or None if they support it.
-
-    `kind` is JAX's device kind of the GPU, or None in an interpreter.
-    """
+    """Return what Mosaic does not support about a call, or None; `kind` is the GPU's, None in an interpreter."""
     if kind is not None and (reason := find_device_limit(kind)) is not None:
         return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -114,10 +111,7 @@ def find_misfit(
 
 
 def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
-    """Replace rings of Mosaic kernels that do not fit this call by the largest ones that do.
-
-    So tiles are chosen for each call: segment ids and keys that no query attends to take shared memory of their own.
-    """
+    """Replace rings that do not fit, with segment ids and dead keys of this call, by the largest that do."""
     sizes = plan.sizes
     fit = functools.partial(
         fit_ring, depths=(plan.head_dim, plan.v_head_dim), segmented=plan.segmented, dead_keys=plan.has_dead_keys

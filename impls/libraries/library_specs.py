@@ -110,20 +110,12 @@ class Library:
 
 @functools.cache
 def load_libraries() -> Mapping[str, Library]:
-    """Load the descriptions of all libraries, by name.
-
-    Raises:
-      InvalidLibrary: if one of them is wrong.
-    """
+    """Load the descriptions of all libraries, by name. Raises `InvalidLibrary`."""
     return {path.stem: parse_library(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def parse_library(path: Path) -> Library:
-    """Parse the description of one library.
-
-    Raises:
-      InvalidLibrary: if a key is unknown, missing, or has a value of another type.
-    """
+    """Parse the description of one library. Raises `InvalidLibrary` for a wrong, missing or unknown key."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     for key in table:
         if key not in (*_REQUIRED, *_OPTIONAL):

@@ -113,10 +113,7 @@ class MobaPlan:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows per block, a power of two.
-
-        It is about half of the average number of rows per bin, so that there are few padding rows.
-        """
+        """Rows per block, a power of two: about half of the rows per bin, so that few are padding."""
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
@@ -143,10 +140,7 @@ class MobaWork(NamedTuple):
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """Divide the rows into blocks by the chunks that they selected.
-
-    `chosen`, int32 `[L, R, slots]`, has the indices of these chunks in their lane, and `C` for an empty slot.
-    """
+    """Divide the rows into blocks by their chunks `chosen`, int32 `[L, R, slots]`, `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)

@@ -135,11 +135,7 @@ class _VmemRoom(NamedTuple):
 
 
 def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
-    """Halve the queries per block of `plan` until both passes fit VMEM.
-
-    Raises:
-      NotImplementedError: not even the smallest block fits.
-    """
+    """Halve the queries per block until both passes fit VMEM. Raises `NotImplementedError` if none do."""
     while True:
         try:
             _find_room(plan, depths, itemsize, backward=True)

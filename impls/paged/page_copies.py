@@ -39,10 +39,7 @@ class VmemRoom(NamedTuple):
 
 
 class PageBlocks(NamedTuple):
-    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
-
-    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
-    """
+    """Page blocks that each query tile copies, int32 `[L]` for the most tiles; none past the last in use."""
 
     slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
     end: jax.Array  # one past the last index into this row that the tile needs
@@ -82,10 +79,7 @@ def find_chip_room() -> VmemRoom:
 
 
 def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
-    """Choose the default queries per tile: as many as fit VMEM, at most 128.
-
-    A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
-    """
+    """Choose the queries per tile, as many as fit VMEM, at most 128; a latent's row takes 9.3 KiB."""
     rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
     return max(1, min(total_q, 128, rows // heads))
 

@@ -103,11 +103,7 @@ def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """Return the limits on timing that the command line sets (`--runs`, `--seconds`).
-
-    Raises:
-      CannotJudge: if a limit is not positive.
-    """
+    """Return the limits on timing (`--runs`, `--seconds`). Raises `CannotJudge` if one is not positive."""
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
     if not arguments.seconds > 0:

@@ -85,10 +85,7 @@ def iter_rows(
     knobs: Sequence[str],
     on_step: Callable[[str], None],
 ) -> Iterator[ComparisonRow]:
-    """Yield a row for each kernel that has block sizes to choose.
-
-    If no kernel has block sizes to choose, yield one row for all kernels together.
-    """
+    """Yield a row for each kernel that has block sizes to choose, or one for all kernels together."""
     if (reason := implementation.supports(case)) is not None:
         best = tuple(Estimate({}, None, reason) for _ in targets)
         yield ComparisonRow(case, implementation.name, ALL_KERNELS, best)

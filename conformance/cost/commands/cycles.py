@@ -105,11 +105,7 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
 
 
 def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselines.Figures:
-    """Compile a baseline's call for one chip, and return the static cycles that must not rise, by name.
-
-    Raises:
-      CannotJudge: if the call does not compile.
-    """
+    """Compile a baseline's call for one chip, and return its static cycles by name. Raises `CannotJudge`."""
     case = parse_case_id(bar.case)
     executor = Executor(implementation_registry.find_implementation(bar.implementation))
     one = native_compilation.compile_largest_program(

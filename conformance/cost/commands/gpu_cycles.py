@@ -69,10 +69,7 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table row for each kernel of an implementation.
-
-    If no bound is known, yield one row with a single cell, which contains the reason.
-    """
+    """Yield the cells of a table row for each kernel, or one cell with the reason if no bound is known."""
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
         reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"

@@ -36,11 +36,7 @@ STATIC_CYCLES = "static cycles"
 
 
 def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
-    """Return the named TPU generations, or all of them if `names` is empty.
-
-    Raises:
-      CannotJudge: if the TPU compiler is missing, or a name is unknown.
-    """
+    """Return the named TPU generations, or all without `names`. Raises `CannotJudge` if one is unknown."""
     if (reason := cycles.explain_unavailable()) is not None:
         raise CannotJudge(reason)
     known = {target.name: target for target in list_targets("tpu")}

@@ -90,10 +90,7 @@ Table = dict[str, dict[str, Figures]]
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """Return the versions that determine a kernel's machine code: of the compiler and of jaxlib, as text.
-
-    jaxlib counts because it lowers the kernel.
-    """
+    """Return the versions of the compiler and of jaxlib, which lowers kernels, as text."""
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
@@ -126,11 +123,7 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """Read the recorded static cycles of all compilers; empty if the file does not exist.
-
-    Raises:
-      ValueError: if the file has another schema.
-    """
+    """Read the recorded static cycles; empty without a file. Raises `ValueError` for another schema."""
     if not path.exists():
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))

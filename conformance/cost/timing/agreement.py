@@ -53,10 +53,7 @@ class Agreement:
 
 
 class SampledRows:
-    """Some sampled queries of a problem, with the oracle's results for them.
-
-    The results are computed once for each declared arithmetic and handling of empty rows.
-    """
+    """Sampled queries of a problem, with the oracle's results, computed once for each declared arithmetic."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
         """Choose the queries that are compared with the oracle.

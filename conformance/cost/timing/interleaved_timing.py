@@ -181,10 +181,7 @@ def time_entrants(
     *,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Measurement], bool]:
-    """Time entrants and a large matrix product alternately; also return whether Ctrl-C ended the timing.
-
-    The rate of the matrix product is the ceiling that the entrants' rates are compared with.
-    """
+    """Time entrants and a large matrix product, their rates' ceiling, in turn; also return whether Ctrl-C ended it."""
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = CeilingProduct(drawn.case.dtype)
     if functions:

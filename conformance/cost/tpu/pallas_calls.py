@@ -66,11 +66,7 @@ class _LazyValue:
 
     @functools.cached_property
     def value(self) -> Any:
-        """The equation's result.
-
-        Raises:
-          UnknownValue: if the result depends on operands, is too large, or cannot be computed on the host.
-        """
+        """The equation's result. Raises `UnknownValue` if it depends on operands, or cannot be computed on the host."""
         if any(math.prod(v.aval.shape) > _MAX_ELEMENTS for v in self.equation.outvars):
             raise UnknownValue
         given = [_get_value(v, self.env) for v in self.equation.invars]

@@ -259,10 +259,7 @@ class _ScalarMachine:
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Translate a condition into a function that returns whether it holds.
-
-        The function raises `UnknownPath` if the predicate is unknown.
-        """
+        """Translate a condition into a function that returns whether it holds, or raises `UnknownPath`."""
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:
@@ -381,21 +378,13 @@ class _ScalarMachine:
         self.values[name] = value
 
     def store(self, at: int | None, words: Sequence[Any]) -> None:
-        """Store words in scalar memory from address `at` on.
-
-        Raises:
-          UnknownPath: if the address is unknown.
-        """
+        """Store words in scalar memory from address `at` on. Raises `UnknownPath` if the address is unknown."""
         if at is None:
             raise UnknownPath("a value is stored at an unknown address")
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
     def copy(self, source: Any, granules: Any, to: Any) -> None:
-        """Copy an operand to address `to` of scalar memory; if the operand is not known, the memory becomes unknown.
-
-        Raises:
-          UnknownPath: if the address or the size is unknown.
-        """
+        """Copy an operand, if known, to address `to` of scalar memory. Raises `UnknownPath` if that is unknown."""
         if to is None or granules is None:
             raise UnknownPath("an operand is copied to an unknown address")
         known = isinstance(source, _OperandAddress) and source.operand in self.lists

@@ -83,11 +83,7 @@ def _iter_rows(units: str) -> Iterator[list[str]]:
 
 
 def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
-    """Read the schedules of kernels with matrix products from a folder.
-
-    Returns:
-      by name of a kernel, one schedule for each call of the kernel.
-    """
+    """Read from a folder, by name of each kernel with matrix products, one schedule for each of its calls."""
     found: dict[str, list[TpuSchedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _BUNDLES_FILE.fullmatch(path.name)) is None:
@@ -145,10 +141,7 @@ def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
 
 
 def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
-    """Find the bundles of one step of the grid, and of each block in the step; without blocks, the step is the block.
-
-    A block is a conditional part of the step that contains matrix products and no smaller such part.
-    """
+    """Find a grid step's bundles and its blocks: the smallest conditional parts with matrix products, or all of it."""
     step = _find_grid_loop(schedule)
     multiplying = [part for part in _find_conditional_parts(schedule, step) if schedule.used(_MATRIX, part)]
     return step, [
