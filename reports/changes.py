@@ -346,10 +346,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group the changes that reports list.
-
-    Judgements that only one run made (`NOT_JUDGED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
-    """
+    """Group the changes that reports list, without judgements that only one run made."""
     return group_changes(change for change in found.changes if change.kind not in (NOT_JUDGED_AGAIN, NEWLY_JUDGED))
 
 

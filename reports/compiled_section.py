@@ -84,10 +84,7 @@ class CompilationNote:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRow:
-    """One program of a case, to compare the implementations that compiled it.
-
-    Each cell has the largest numbers of one implementation over all targets.
-    """
+    """A program of a case, with each implementation's largest numbers over all targets."""
 
     case: str
     program: str

@@ -87,11 +87,7 @@ class RunSummary:
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
-    """Return the verdict on a contender from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
-
-    Any red record means that the contender does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
-    never `CONFORMS`.
-    """
+    """Return the verdict from a contender's records: any red one does not conform, and none is `NOT_JUDGED`."""
     records = tuple(records)
     return _compute_conformity(records, count_verdicts(records))
 
@@ -162,10 +158,7 @@ def _format_equal_verdicts(verdict: str, texts: Sequence[str]) -> str:
 
 
 def format_state(run: RunInfo) -> str:
-    """Format whether a run is complete, partial or interrupted, and to which part of its level it was narrowed.
-
-    Runs that were merged into one report count as complete only if each of them is complete.
-    """
+    """Format whether a run, or each of several merged ones, is complete, and how its level was narrowed."""
     extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
     if run.interrupted:
         return "interrupted"

@@ -65,10 +65,7 @@ class Entry:
 
     @property
     def meaning_id(self) -> str:
-        """The id of a hidden copy of the meaning, which describes the word to screen readers.
-
-        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
-        """
+        """The id of a hidden copy of the meaning for screen readers, which do not read folded sections."""
         return f"meaning-{self.anchor}"
 
 
@@ -103,10 +100,7 @@ def _slugify(word: str) -> str:
 
 
 def mark_terms(text: str, glossary: Glossary) -> Markup:
-    """Link each of the known terms at its first place in a text, and escape all the rest.
-
-    The tab key passes over these links, since the same terms are linked above the findings.
-    """
+    """Link each term, but not by the tab key, at its first place in a text, and escape the rest."""
     seen: set[str] = set()
     parts = []
     for part in _TERM.split(text):

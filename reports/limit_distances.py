@@ -58,10 +58,7 @@ class DistanceChart:
 
 
 def build_distance_charts(groups: RecordGroups) -> tuple[DistanceChart, ...]:
-    """Build a chart by check for each contender, or one chart of many contenders; none without figures.
-
-    Expected failures are left out where anything else was judged, as in the column "worst" of the verdicts.
-    """
+    """Build a chart by check for each contender, or one of many; expected failures only if nothing else was judged."""
     contenders = tuple(groups.by_contender)
     if len(contenders) > MAX_CONTENDERS_BY_CHECK:
         records = {contender.label: found for contender, found in groups.by_contender.items()}

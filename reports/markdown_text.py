@@ -7,10 +7,7 @@ import re
 
 
 def escape_inline(text: str) -> str:
-    """Escape text for one line of Markdown.
-
-    No markup of Markdown or HTML in the text takes effect, such as that of a heading or a list if it begins the line.
-    """
+    """Escape text for one line of Markdown, so that no markup of Markdown or HTML in it takes effect."""
     escaped = re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
     return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+=#:]))", r"\1\\", escaped)
 

@@ -87,10 +87,7 @@ class Matrix:
 
 
 def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
-    """Build the matrix of features by contenders, and the matrix of checks by contenders.
-
-    A record counts in the row of each of its features.
-    """
+    """Build the matrices of features, each of a record's own, and of checks by contenders."""
     ranked = {contender: sorted(records, key=rank_for_table) for contender, records in groups.by_contender.items()}
     features = _list_rows(itertools.chain.from_iterable(map(list_record_features, groups.records)))
     checks = _list_rows(record.check for record in groups.records)

@@ -98,10 +98,7 @@ class GradientTable:
 
 @dataclasses.dataclass(frozen=True)
 class MarginRow:
-    """The margins by which the cases of one contender discriminate between right and simple wrong results.
-
-    `buckets` has the number of cases between successive `MARGIN_EDGES`.
-    """
+    """The margins by which a contender's cases discriminate; `buckets` counts cases between `MARGIN_EDGES`."""
 
     contender: Contender
     cases: int

@@ -126,11 +126,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def lock_file(descriptor: int, path: Path) -> None:
-    """Lock an open file until this process ends, so that no other run writes it.
-
-    Raises:
-      OutputRefused: with the file's name, if another process has locked it or put another file in its place.
-    """
+    """Lock an open file until this process ends. Raises `OutputRefused`, naming it, if another has or replaced it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -35,10 +35,7 @@ class RecordFiles:
         return self.by_label.get(contender.label) or self.default
 
     def format_runs(self, contender: Contender) -> str:
-        """Return the runs of a contender as arguments of `IN` in `jq`.
-
-        The result is empty if the contender's files hold no other runs.
-        """
+        """Return a contender's runs as arguments of `IN` in `jq`; empty if its files hold no other runs."""
         return ",".join(map(_quote_json, self.runs.get(contender.label, ())))
 
 

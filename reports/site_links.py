@@ -34,10 +34,7 @@ TERM_PAGES: Mapping[str, str] = {
 
 @functools.cache
 def find_site() -> str:
-    """Return the address of the site, ending in a slash; empty if the package states none.
-
-    It is the `Documentation` of `project.urls` in `pyproject.toml`, as the installed package has it.
-    """
+    """Return the site's address with a final slash, the installed package's `Documentation`; empty if none."""
     try:
         urls = importlib.metadata.metadata(_PACKAGE).get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:

@@ -230,12 +230,7 @@ def write_results(path: Path, rows: Iterable[RowResult]) -> None:
 
 
 def read_results(path: Path) -> list[RowResult]:
-    """Read what `write_results` wrote.
-
-    Raises:
-      OSError: if the file cannot be read.
-      ValueError: if it holds something else.
-    """
+    """Read what `write_results` wrote. Raises `OSError`, or `ValueError` if the file holds something else."""
     data = path.read_bytes()
     try:
         text = gzip.decompress(data) if path.suffix == ".gz" else data
@@ -245,11 +240,7 @@ def read_results(path: Path) -> list[RowResult]:
 
 
 def parse_results(data: Mapping[str, Any]) -> list[RowResult]:
-    """Parse what `to_plain_data` returns.
-
-    Raises:
-      ValueError: if the data has another schema.
-    """
+    """Parse what `to_plain_data` returns. Raises `ValueError` for another schema."""
     if data.get("schema") != SCHEMA:
         raise ValueError(f"not a file of survey results: schema {data.get('schema')!r}, expected {SCHEMA!r}")
     return [_parse_row(row) for row in data["rows"]]

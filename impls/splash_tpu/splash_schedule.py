@@ -386,10 +386,7 @@ def downcast(steps: Steps) -> Steps:
 def build_dynamic_steps(
     allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
 ) -> tuple[Steps, StepKinds]:
-    """Build the steps for a traced mask, booleans `[b, n, T, S]`.
-
-    Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.
-    """
+    """Build steps for traced booleans `[b, n, T, S]`: each pair has one, which does nothing if it is empty."""
     b, n, q_length, kv_length = allowed.shape
     padding = (
         (0, 0),

@@ -55,11 +55,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A level that may explain red rows.
-
-    Attributes:
-      rows: the rows that have the level, as a bit mask.
-    """
+    """A level that may explain red rows: the rows that have it, as a bit mask, and its prior penalty."""
 
     rows: int
     odds: float = 0.0
@@ -117,10 +113,7 @@ def explains(combination: Combination, signal: Signal) -> bool:
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """Find the name of the signal that a combination explains best.
-
-    It is the first signal whose gain is at least half the largest gain.
-    """
+    """Find the first signal whose gain by a combination is at least half the largest gain."""
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
     most = max(gains.values())  # negative if the combination explains no signal
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))

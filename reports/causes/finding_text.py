@@ -143,10 +143,7 @@ def _format_bug(bug: SimilarBug) -> str:
 
 
 def list_evidence(record: Record) -> list[str]:
-    """List the measured errors, the error pattern and the reason of a record, one line each.
-
-    The reason is left out if it only says which limit the errors exceed.
-    """
+    """List a record's errors, pattern and reason, one line each; no reason that only says which limit is exceeded."""
     facts = (format_judged(record), format_worst(record), format_pattern(record))
     lines = [line for line in facts if line]
     reason = _LIMIT_REASON.sub("", record.reason)
@@ -154,10 +151,7 @@ def list_evidence(record: Record) -> list[str]:
 
 
 def format_shares(finding: Finding) -> str:
-    """Format in how many cases with the properties (levels) of a finding the failure occurs, and in how many others.
-
-    Returns an empty string if only one case was judged.
-    """
+    """Format how often a finding's failure occurs with its levels and without; empty if one case was judged."""
     inside, outside = finding.inside, finding.outside
     if finding.kind in (BEHIND_MASK, UNEXPECTED) or inside.asked + outside.asked < 2:
         return ""
@@ -175,10 +169,7 @@ def format_shares(finding: Finding) -> str:
 
 
 def format_alternatives(finding: Finding) -> str:
-    """Format the other levels that may be the cause, because no case distinguishes them from the finding's levels.
-
-    Returns an empty string if there are none.
-    """
+    """Format other levels that no case distinguishes from the finding's as the cause; empty if there are none."""
     if not finding.others:
         return ""
     more = f", or {len(finding.others) - _MAX_OTHERS} more" if len(finding.others) > _MAX_OTHERS else ""
@@ -186,10 +177,7 @@ def format_alternatives(finding: Finding) -> str:
 
 
 def format_confirmation(finding: Finding) -> str:
-    """Format which changes of the smallest case make it pass.
-
-    If none are known, format a plain case with the same levels that passes, or return an empty string.
-    """
+    """Format the changes of the smallest case that make it pass, or a plain case with the levels that passes."""
     if finding.without:
         levels = zip(finding.levels or (), finding.without, strict=True)
         ways = [format_difference(finding.smallest.case, case, level.fields) for level, case in levels if case]
@@ -232,10 +220,7 @@ def format_mask_leak(leak: MaskLeak) -> str:
 
 
 def format_remedies(finding: Finding) -> list[str]:
-    """Format the declarations under which most failures of a finding would pass, one line each.
-
-    For a leak behind the mask the list is empty, since `format_mask_leak` names the declaration.
-    """
+    """Format the declarations under which most failures would pass, one line each; not those behind the mask."""
     if finding.kind == BEHIND_MASK:
         return []
     found = find_remedies(finding.records)
@@ -250,10 +235,7 @@ def format_remedies(finding: Finding) -> list[str]:
 
 
 def format_refusal(finding: Finding) -> str:
-    """Format how to declare a feature unsupported if calls with it always raise.
-
-    Returns an empty string if such calls do not always raise, or no level decides whether they raise.
-    """
+    """Format how to declare a feature unsupported if calls with it always raise, as a level shows; else empty."""
     if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
         return ""
     if is_wrong_form(finding.smallest):
