@@ -27,13 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from conformance import program_cache
-from conformance.accelerators import mosaic_kernels
 from conformance.accelerators.program_observers import CompilerRequests, ObservedProgram, load_observers
 from conformance.accelerators.targets import CompileTarget
 from conformance.temporary_folders import use_temporary_folder
 
 _MAX_REASON = 400  # longest error message in a record, in characters
-# Matches an error line that the compiler of Mosaic GPU kernels prints.
+_KERNEL_HASH = "kernel_hash"  # MLIR attribute by which the compiler of Mosaic GPU kernels identifies a cached kernel
+# Matches an error line that this compiler prints.
 _MOSAIC_ERROR = re.compile(r"error: (.+)")
 _compilation_counter = itertools.count()
 # Matches an HLO instruction in an error message. Its operands and attributes take hundreds of characters, so messages
@@ -156,14 +156,26 @@ def _rename_mosaic_kernels(module: Any) -> bool:
     architecture. So for a second GPU the compiler would return the code that it compiled for the first GPU. The second
     GPU may lack instructions of that code. The compiler would also not print the kernel's registers and spills again.
     """
-    kernels = list(mosaic_kernels.iter_mosaic_kernels(module))
+    kernels = list(iter_mosaic_kernels(module))
     for operation, entries in kernels:
-        name = hashlib.sha256(
-            f"{next(_compilation_counter)}".encode() + entries[mosaic_kernels.KERNEL_HASH].value_bytes
-        ).digest()
-        entries[mosaic_kernels.KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
+        name = hashlib.sha256(f"{next(_compilation_counter)}".encode() + entries[_KERNEL_HASH].value_bytes).digest()
+        entries[_KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
         operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
     return bool(kernels)
+
+
+def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each call of a Mosaic GPU kernel in a lowered module, as (operation, its backend configuration)."""
+    found = []
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        config: Any = operation.attributes.get("mhlo.backend_config", None)
+        if isinstance(config, ir.DictAttr) and _KERNEL_HASH in config:
+            found.append((operation, {config[at].name: config[at].attr for at in range(len(config))}))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    yield from found
 
 
 @contextlib.contextmanager

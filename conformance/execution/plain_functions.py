@@ -31,6 +31,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from cases.case import OPT_IN, Case
 from cases.masks.mask_functions import MaskFunction
 from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -41,8 +43,6 @@ from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
-from conformance.execution.refused_calls import refuse_by_value_error
-from conformance.execution.segment_padding import mark_padding
 from impls.contract.declarations import (
     Arithmetic,
     Behaviour,
@@ -96,7 +96,7 @@ def build_implementation(
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
     constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
-    invoke = refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
+    invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
 
     def call_by_position(*operands: Any, **options: Any) -> Any:
@@ -113,7 +113,7 @@ def build_implementation(
         first = zip(("q", "k", "v"), operands, strict=False)
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
         if declaration.negative_ids == "padding" and "segment_ids" in given:
-            given["segment_ids"] = mark_padding(*given["segment_ids"])
+            given["segment_ids"] = _mark_padding(*given["segment_ids"])
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
         return invoke(*operands, **{**explicit, **given})
@@ -304,3 +304,60 @@ def _list_missing_features(parameters: frozenset[str], others: Iterable[str]) ->
     has = parameters | ({"soft_cap"} if "score_mod" in parameters else set())
     names = [operand.name for operand in REMOVABLE if operand.name not in has]
     return {name: f"the function has no parameter {name!r}{suggest_parameters(name, others)}" for name in names}
+
+
+def _refuse_by_value_error(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with each `ValueError` that leaves it raised as `NotImplementedError`, with its message.
+
+    A call that was accepted before is an exception: a later call with arguments of the same shapes, dtypes and options
+    keeps its `ValueError`. The function supports such a call, so its failure is an error.
+    """
+    accepted: set[Any] = set()
+
+    @functools.wraps(function)
+    def refusing(*operands: Any, **options: Any) -> Any:
+        call = _describe_arguments((operands, options))
+        try:
+            returned = function(*operands, **options)
+        except ValueError as error:
+            if call in accepted:
+                raise
+            lines = str(error).strip().splitlines() or ["no message"]
+            raise NotImplementedError(f"ValueError: {lines[0]}") from error
+        accepted.add(call)
+        return returned
+
+    return refusing
+
+
+def _describe_arguments(x: Any) -> Any:
+    """Return a hashable description of arguments: shapes and dtypes of arrays, and the text of all other values."""
+    if isinstance(x, Mapping):
+        return tuple((name, _describe_arguments(value)) for name, value in sorted(x.items()))
+    if isinstance(x, tuple | list):
+        return tuple(map(_describe_arguments, x))
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return np.shape(x), str(x.dtype)
+    return repr(x)
+
+
+def _mark_padding(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """Return the segment ids with -1 for each token that has no partner, and no other negative id.
+
+    A query without a key of its id attends to nothing, and nothing attends to a key without a query of its id. So they
+    may count as padding. Any other id becomes the index of the first key that has it. Which pairs may attend stays the
+    same.
+
+    Args:
+      q_ids: ids of the queries, `[B, T]`, or `[T]` under `vmap`.
+      kv_ids: ids of the keys, `[B, S]`, or `[S]` under `vmap`.
+    """
+    import jax.numpy as jnp  # imported late, since plain functions are also read without JAX
+
+    q_ids, kv_ids = jnp.asarray(q_ids), jnp.asarray(kv_ids)
+    same = q_ids[..., :, None] == kv_ids[..., None, :]
+    first = (kv_ids[..., :, None] == kv_ids[..., None, :]).argmax(axis=-1)
+    return (
+        jnp.where(same.any(axis=-1), same.argmax(axis=-1), -1).astype(jnp.int32),
+        jnp.where(same.any(axis=-2), first, -1).astype(jnp.int32),
+    )

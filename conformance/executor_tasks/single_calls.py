@@ -150,7 +150,7 @@ def find_written_operands(executor: Executor, problem: Problem, *, compiled: boo
             jax.block_until_ready(call(given[-1]))
     _join_threads_since(threads)
     pairs = [pair for after in given for pair in zip(_list_leaves(arrays), _list_leaves(after), strict=True)]
-    changed = [name for (name, before), (_, after) in pairs if _is_changed(before, after)]
+    changed = [name for (name, before), (_, after) in pairs if is_changed(before, after)]
     return list(dict.fromkeys(changed)), reason
 
 
@@ -162,7 +162,8 @@ def _join_threads_since(before: Collection[threading.Thread]) -> None:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-def _is_changed(before: np.ndarray, after: Any) -> bool:
+def is_changed(before: np.ndarray, after: Any) -> bool:
+    """Tell whether an operand was deleted, or has other bits than before."""
     if isinstance(after, jax.Array) and after.is_deleted():
         return True
     return before.tobytes() != np.asarray(after).tobytes()

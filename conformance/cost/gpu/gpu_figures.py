@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
+from conformance.accelerators.compilation import iter_mosaic_kernels
 from conformance.accelerators.gpus import Gpu
-from conformance.accelerators.mosaic_kernels import iter_mosaic_kernels
 from conformance.cost.gpu import gpu_cycle_bounds, sass_loops
 
 # Make the compiler of Mosaic GPU kernels print each kernel's PTX, and the output of `ptxas --verbose`.
