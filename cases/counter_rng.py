@@ -30,11 +30,7 @@ def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> 
 
 
 def draw_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Draw nearly normal values of mean 0 and variance 1, float64.
-
-    Each is a centred sum of eight 16-bit uniforms (Irwin-Hall). The sum is an integer, so every value is exact. The
-    tails end at 4.9 standard deviations.
-    """
+    """Draw values of mean 0 and variance 1, float64: centred, exact sums of eight 16-bit uniforms (Irwin-Hall)."""
     words = _draw_raw(seed, stream, 2 * math.prod(shape)).astype("<u8").view("<u2")
     total = words.reshape((*shape, _DRAWS)).sum(axis=-1, dtype=np.int64)
     centred = total - _DRAWS * 65535 // 2

@@ -154,11 +154,7 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 
 
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
-    """Count the feasible combinations that `rows` contain.
-
-    A combination counts as feasible only if some complete row contains it. Its levels may be allowed together and yet
-    leave no level allowed for another axis.
-    """
+    """Count the feasible combinations, those in a complete row, that `rows` contain."""
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)
     possible = [c for c in wanted if c in present or _complete(c, sizes, strength, {}, feasible) is not None]

@@ -65,11 +65,7 @@ class Raw:
 
 
 def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
-    """Parse the name of a front end, such as `rms-half-temperature`, into its steps.
-
-    Raises:
-      ValueError: if a step is unknown, repeated or does not fit the depths.
-    """
+    """Parse a front end's name into its steps. Raises `ValueError` for steps that are wrong or do not fit."""
     steps = tuple(text.split("-"))
     for step in steps:
         if step not in STEPS:

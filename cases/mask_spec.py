@@ -115,11 +115,7 @@ def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
 
 
 def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
-    """Parse one length for each batch row.
-
-    Raises:
-      ValueError: if there are more or fewer lengths than batch rows, or a length exceeds S.
-    """
+    """Parse one length for each batch row. Raises `ValueError` for too few, too many or too large ones."""
     lengths = _parse_integers(text)
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
         raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")

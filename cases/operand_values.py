@@ -80,10 +80,7 @@ class Problem(CallOperands):
         return dataclasses.replace(self, **changed)
 
     def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
-        """Replace each array that varies along the axis `letter` by `change(array, axis)`.
-
-        Only operands change (`cases.operand_registry`). The mask stays as it is.
-        """
+        """Replace each operand that varies along the axis `letter` by `change(array, axis)`; the mask stays."""
         changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
 

@@ -109,10 +109,7 @@ def _format_causal_and_window(shape: Shape) -> str:
 
 
 def _format_lengths(shape: Shape) -> str:
-    """Return a mask term with one key length per batch row, in this order as far as there are rows.
-
-    The lengths are: one that ends just after a block border, one at a border, all keys, one key and no key.
-    """
+    """Return a mask term with a key length per batch row: after a block border, at one, all keys, one and none."""
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
     return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
 

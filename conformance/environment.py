@@ -135,10 +135,7 @@ def find_schedule_folder() -> Path | None:
 
 
 def _remove_abandoned_folders(home: Path) -> None:
-    """Remove this user's schedule folders in `home` that killed processes have left behind.
-
-    A folder stays while a process with the id in its name is alive, even if that is another process with the same id.
-    """
+    """Remove this user's schedule folders in `home` whose process, or any of the same id, is gone."""
     for folder in home.glob(f"{_SCHEDULE_FOLDER_PREFIX}*"):
         number = _SCHEDULE_FOLDER_NAME.fullmatch(folder.name)
         try:

@@ -23,11 +23,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TemporaryFolder:
-    """A temporary folder that this process has locked.
-
-    Attributes:
-      lock: a descriptor. The folder is locked while this or a duplicate in another process is open.
-    """
+    """A temporary folder, locked while the descriptor `lock` or a duplicate in another process is open."""
 
     def __init__(self, purpose: str) -> None:
         """Create and lock the folder, and remove folders that killed processes have left."""
@@ -124,11 +120,7 @@ def report_remains(remains: list[str]) -> None:
 
 
 def _remove_abandoned_folder(path: str) -> None:
-    """Remove a folder unless a process has locked it.
-
-    This process holds the lock meanwhile. So a process that has just created the folder, and waits for the lock, then
-    notices that the folder is gone.
-    """
+    """Lock and remove a folder unless it is locked; a process that waits for the lock then sees that it is gone."""
     with _closing(_open_folder(path, None)) as lock, contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         report_remains(remove_folder(path))

@@ -65,10 +65,7 @@ def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
 def compute_dsinks(
     sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
 ) -> Float[Array, " N"] | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, equation (17) of `impls/__init__.py`.
-
-    `shift` is `logsumexp`, replaced by any number where a query attends to nothing.
-    """
+    """Compute (17) of `impls/__init__.py` from `D - dlse`; `shift` is `logsumexp`, any number in empty rows."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)

@@ -82,11 +82,7 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """Merge normalised parts of attention over disjoint sets of keys; `out` is f32.
-
-    Raises:
-      ValueError: there are no parts.
-    """
+    """Merge normalised parts over disjoint keys; `out` is f32. Raises `ValueError` without parts."""
     return normalise(merge([_restore_sum(part) for part in parts]))
 
 

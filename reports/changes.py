@@ -185,11 +185,7 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
 
 
 def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
-    """Return the kind of change for a judgement that the new run has, or None if nothing changed.
-
-    Args:
-      reasons: the reasons that the old run gives for cases that it did not judge.
-    """
+    """Return the kind of change of a judgement, given why the old run judged none; None if nothing changed."""
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
     judged_before = old is not None and old.verdict in JUDGED

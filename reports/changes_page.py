@@ -85,11 +85,7 @@ def format_changes_markdown(found: Comparison) -> str:
 
 
 def print_comparison(found: Comparison, console: Console, *, lists_all: bool = False) -> None:
-    """Print the changes between two runs, then one sentence that sums them up.
-
-    Args:
-      lists_all: whether each changed judgement is printed, by check and result, in place of the causes.
-    """
+    """Print the changes by cause, or all with `lists_all`, and one sentence that sums them up."""
     if lists_all:
         _print_every_change(found, console)
     else:

@@ -78,11 +78,7 @@ def annotate_records(
 
 
 def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failures: bool = False) -> list[Annotation]:
-    """Build annotations for the regressions in a comparison of two runs.
-
-    Args:
-      without_failures: leave out new failures, which `annotate_records` annotates already.
-    """
+    """Build annotations for regressions, `without_failures` those that `annotate_records` annotates already."""
     failures: list[Annotation] = []
     if not without_failures:
         groups = [group for group in group_changes_by_cause(found) if group.kind == NEW_FAILURE]

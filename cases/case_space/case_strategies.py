@@ -314,10 +314,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
 
 
 def _draw_offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:
-    """Return the strategy of offsets as a mask spec writes them.
-
-    They are no offset, the offset that aligns the last query with the last key, or any that leaves some query a key.
-    """
+    """Return the strategy of offsets in a mask spec: none, aligning the last key, or any that leaves a query a key."""
     aligned = max(0, kv_length - q_length)
     drawn = st.one_of(st.just(0), st.just(aligned), st.integers(1 - q_length, kv_length))
     return drawn.map(lambda n: f"-o{n}" if n else "")

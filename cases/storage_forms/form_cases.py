@@ -87,10 +87,7 @@ def load_all_form_cases() -> dict[str, FormCases]:
 def build_case(
     lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
 ) -> Case:
-    """Build a bf16 case from lengths `(T, S)`, heads `(N, K)`, depths `(H, V)` and a mask spec.
-
-    A single number as `lengths` is both T and S. `changes` sets other fields of `Case`, or another dtype.
-    """
+    """Build a bf16 case from lengths `(T, S)` or both, heads `(N, K)`, depths `(H, V)`, a mask and `changes`."""
     q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     sizes = {"q_length": q_length, "kv_length": kv_length}
     named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}

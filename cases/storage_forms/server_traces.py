@@ -69,11 +69,7 @@ def _build_case(form: str, left: str, size: int, seed: int, fields: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of a trace: a call.
-
-    Attributes:
-      queries: the tokens whose results the call computes, `(request, start, stop)` for each request of the call.
-    """
+    """A call of a trace, with `(request, start, stop)` of the tokens whose results each request computes."""
 
     problem: Problem
     queries: TraceStep
@@ -84,11 +80,7 @@ class Step:
 
 
 def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
-    """Yield the steps of a trace; all steps have the same shapes.
-
-    Args:
-      case: the case of the whole trace, from `build_traces`.
-    """
+    """Yield the steps of a trace, given its case from `build_traces`; all steps have the same shapes."""
     assert whole.storage is not None
     left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
     iter_layouts = load_form_cases(whole.storage.form).iter_trace_layouts

@@ -110,11 +110,7 @@ def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def _trace_on_sharding(sharding: NamedSharding) -> Iterator[None]:
-    """Make JAX trace for the chip of `sharding` within this context.
-
-    x64 is off, since kernels do not lower under x64. The chip is the abstract mesh, since some kernels read the device
-    kind from the mesh.
-    """
+    """Make JAX trace for the chip of `sharding`, as an abstract mesh, without x64, under which kernels do not lower."""
     with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         yield
 

@@ -67,12 +67,7 @@ class Toolchain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A chip to compile for.
-
-    Attributes:
-      topology: keyword arguments that describe the chip to `jax.experimental.topologies.get_topology_desc`, in addition
-        to the platform.
-    """
+    """A chip to compile for, with further arguments of `jax.experimental.topologies.get_topology_desc`."""
 
     name: str
     toolchain: Toolchain

@@ -63,10 +63,7 @@ class ImplementationGrids:
 
     @property
     def declined(self) -> tuple[Case, ...]:
-        """Cases that the implementation must refuse: one for each unsupported level and operand.
-
-        The levels are those of the grids of features and of sizes. The operands are those with their own cases.
-        """
+        """Cases that the implementation must refuse: for each unsupported level, and operand with own cases."""
         plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
         declined = [case for grid in (self.grid, self.sizes) for case in grid.declined]
         for operand in WITH_OWN_CASES:
@@ -138,10 +135,7 @@ def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List a few long cases for kernels of a platform whose compiler is installed here.
-
-    An implementation without a declared native call gets one case, so that the report mentions that it has none.
-    """
+    """List a few long cases if a compiler is installed; a single one, to be reported, without a native call."""
     implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
@@ -150,11 +144,7 @@ def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List cases for kernels that JAX can interpret.
-
-    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions that it has
-    none.
-    """
+    """List cases that JAX can interpret; a single one, to be reported, for a TPU kernel without such a call."""
     implementation = grids.implementation
     if not _has_interpreter(implementation):
         return ()

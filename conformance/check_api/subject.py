@@ -118,10 +118,7 @@ class Subject:
 
     @functools.cached_property
     def expectation_before_storing(self) -> Expectation | None:
-        """The expectation for the keys and values before they were quantised; None without a quantised cache.
-
-        The bounds include the error of quantisation.
-        """
+        """The expectation before quantisation, whose error is in its bounds; None without a quantised cache."""
         quantized = self.problem
         if quantized.kv_scales is None:
             return None
@@ -291,13 +288,7 @@ class Subject:
         return run(problem).values
 
     def require_shapes(self, result: Result) -> Result:
-        """Return the result unchanged, after checking that it has the shapes of the case.
-
-        Checks call this before they compute with a result.
-
-        Raises:
-          WrongReturn: if an array of the result has another shape.
-        """
+        """Return the result if it has the shapes of the case, before it is computed with. Raises `WrongReturn`."""
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
         kernel_errors.check_shape("out", result.values["out"], out)

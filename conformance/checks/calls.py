@@ -149,11 +149,7 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _reverse_rows(problem: Problem) -> Dense:
-    """Return the mask with all rows but the first in reverse order.
-
-    It has the same first row and the same number of allowed pairs. So a kernel that caches masks by these confuses
-    the two masks.
-    """
+    """Reverse all rows of the mask but the first, so that a cache by first row and number of pairs confuses both."""
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
@@ -244,10 +240,7 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
 
 
 def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call of `few_operand_calls`, in the first variant that the implementation supports.
-
-    With gradients, `out` is taken from the program that computes them, so that one compiled program suffices.
-    """
+    """Check a call of `few_operand_calls`, in the first supported variant, by one program with its gradients."""
     subject = pair.subject
     if subject.case.storage is not None:
         yield build_unsupported("out", "this call needs dense operands, and the implementation takes stored ones")
@@ -315,10 +308,7 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with one array for queries, keys and values, as in layers without projections.
-
-    The last token of the array is zero, unless it is the only token.
-    """
+    """Check a call outside `jit` with one array, its last token zero, for queries, keys and values."""
     case = pair.subject.case
     if case.storage is not None:
         yield build_unsupported("out", "stored queries, keys and values cannot be one array")

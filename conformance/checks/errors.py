@@ -224,10 +224,7 @@ def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]
 
 
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(observable, operand, problem)` for optional arrays with one query or head too many.
-
-    Operands in `refused` are skipped: the implementation does not offer them, or they have their own cases.
-    """
+    """Yield `(observable, operand, problem)` for arrays with a query or head too many, except those in `refused`."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
     for operand in OPTIONAL:

@@ -74,10 +74,7 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge one residual of a result, and its dtype, by the expectation of the case.
-
-    `judged` marks the elements to judge; by default `subject.judged_residuals`.
-    """
+    """Judge a residual and its dtype by the expectation; `judged` is by default `subject.judged_residuals`."""
     if name not in result.values:
         return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged

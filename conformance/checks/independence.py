@@ -204,10 +204,7 @@ def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
 
 
 def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """Select the part's results, with zeros in empty rows unless the kernel declares that it returns zero there.
-
-    An empty row may hold the mean over all keys. It depends on all of them, so it is not compared.
-    """
+    """Select the part's results, with zeros in empty rows, which may depend on all keys, unless declared zero."""
     values = _select_live(name, result, subject)
     return values[part.batch, part.rows, part.heads] if name == "out" else values[part.batch, part.heads, part.rows]
 

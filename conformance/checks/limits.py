@@ -263,10 +263,7 @@ def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
-    """Check the gradient of sinks that have tiny weights.
-
-    The gradient is small, so a kernel must not compute it as a difference of numbers near 1.
-    """
+    """Check the small gradient of sinks with tiny weights, which is no difference of numbers near 1."""
     faint = _place_sinks(subject, -_FAINT_SINK)
     drawn = draw_cotangent(subject.case).out
     cotangent = Cotangent("random", np.where(subject.find_judged_rows(faint), drawn, np.zeros_like(drawn)))
@@ -276,10 +273,7 @@ def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
 
 
 def _place_sinks(subject: Subject, above: float) -> Problem:
-    """Return the problem with all sinks at the distance `above` from the row maxima of the logits.
-
-    If `above` is positive, the sinks are above the largest row maximum. If it is negative, they are below the smallest.
-    """
+    """Return the problem with all sinks `above` the largest row maximum, or below the smallest if it is negative."""
     top = subject.expectation.forward["max_logits"].value
     finite = top[np.isfinite(top)]
     place = 0.0 if not finite.size else float(finite.max() if above > 0 else finite.min())
@@ -288,10 +282,7 @@ def _place_sinks(subject: Subject, above: float) -> Problem:
 
 
 def _alternate_sinks(subject: Subject) -> Problem:
-    """Return the problem with high sinks in even heads and faint sinks in odd heads.
-
-    High sinks take all the weight of a row, faint sinks almost none.
-    """
+    """Return the problem with high sinks, which take all weight, in even heads and faint ones in odd heads."""
     high, faint = _place_sinks(subject, _HIGH_SINK), _place_sinks(subject, -_FAINT_SINK)
     assert high.sinks is not None
     assert faint.sinks is not None

@@ -162,10 +162,7 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
-    """Return why the sharded case is not supported; None if it is supported.
-
-    With sharded queries, each device may get its mask as an array, so dense masks must be supported too.
-    """
+    """Return why the sharded case, where each device may get its mask as an array, is not supported; else None."""
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

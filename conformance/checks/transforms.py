@@ -267,10 +267,7 @@ def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of two layers of different kinds in one program, as in models that alternate them.
-
-    The second layer has another mask, scale or soft cap. All calls come before all pullbacks.
-    """
+    """Check gradients of two layers in one program, as in models that alternate them: all calls, then pullbacks."""
     subject, problem = pair.subject, pair.problems[0]
     other = _build_other_kind(subject)
     if other is None:

@@ -21,10 +21,7 @@ class OutputFailed(RunStopped):
 
 
 class _GuardedStream:
-    """A text stream whose failed writes raise `OutputFailed`.
-
-    With `drops`, meant for standard error, failures are ignored instead, except that of a pipe without a reader.
-    """
+    """A stream whose failed writes raise `OutputFailed`; with `drops` (stderr) only those to a pipe without reader."""
 
     def __init__(self, stream: TextIO, name: str, *, drops: bool) -> None:
         self._stream, self._name, self._drops = stream, name, drops

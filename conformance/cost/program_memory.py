@@ -44,11 +44,7 @@ _VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def measure_program_memory(program: str) -> dict[str, float]:
-    """Measure `live_bytes` and `vmem_bytes` of a compiled program; a number that its text does not contain is missing.
-
-    Args:
-      program: HLO text of the compiled program.
-    """
+    """Measure `live_bytes` and `vmem_bytes` of HLO text of a compiled program; a number that it lacks is missing."""
     sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
     return {name: float(size) for name, size in sizes.items() if size is not None}
 
@@ -88,11 +84,7 @@ class _Instruction:
 
 
 def measure_live_bytes(program: str) -> int | None:
-    """Measure the largest number of bytes of intermediate values that are live at once.
-
-    Returns:
-      the bytes; None if the instructions in the text are not in scheduled order.
-    """
+    """Measure the most bytes of intermediate values live at once; None if instructions are not scheduled."""
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         return None
     schedule = list(_iter_instructions(program))

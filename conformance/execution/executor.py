@@ -90,17 +90,11 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """Run a task: call `function`, a top-level function, with this executor and the other arguments.
-
-        The task returns arrays, numbers, text, or containers of these.
-        """
+        """Call a top-level function with this executor; it returns arrays, numbers, text, or containers of these."""
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start a task early, if tasks run in another process; a later `run` with equal arguments gets the result.
-
-        In this class, tasks run in the same process and nothing is done.
-        """
+        """Start a task early, for a later equal `run`, if tasks run in another process; here nothing is done."""
 
     def settle(self) -> None:
         """Wait for tasks that were started by `begin`, if tasks run in another process; else do nothing."""
@@ -203,10 +197,7 @@ class Executor:
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> tuple[Result, Result]:
-        """Return the results of `forward` and of `gradients`, from one compiled program.
-
-        It compiles in about the time of the gradients alone.
-        """
+        """Return the results of `forward` and `gradients`, from one program, as slow to compile as the gradients'."""
         forward, gradients = self.run(_run_forward_and_gradients, problem, cotangent.out)
         return Result(forward), Result(gradients)
 

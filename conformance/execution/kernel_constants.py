@@ -86,10 +86,7 @@ def report_clues(executor: Executor) -> tuple[list[int], list[float], list[float
 
 
 def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
-    """Return the magnitudes of numbers that may be clues, each once, in order of appearance.
-
-    Common numbers, too large integers, infinity and NaN are left out.
-    """
+    """Return the magnitudes of numbers, each once, in order, without common, too large and infinite ones and NaN."""
     found: dict[Any, None] = {}
     for x in numbers:
         if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
@@ -105,10 +102,7 @@ def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
 
 
 def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
-    """Return two lists of numbers: those that probably decide something, and all others.
-
-    The first list has numbers that code compares with or divides by, and values of closures, globals and arguments.
-    """
+    """Return the numbers that code compares with, divides by, closes over or has by default, and all others."""
     decisive: list[Any] = []
     others: list[Any] = []
     waiting: list[Any] = [call]
@@ -204,11 +198,7 @@ def _list_names(code: types.CodeType) -> list[str]:
 
 
 def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
-    """Return constants of a code object, in the order of its instructions.
-
-    With `deciding`, they are those that the next instruction compares with, divides by or shifts by. Without, they are
-    all others.
-    """
+    """Return a code's constants in order: those compared with, divided by or shifted by if `deciding`, else others."""
     found: list[Any] = []
     steps = list(dis.get_instructions(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):

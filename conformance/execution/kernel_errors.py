@@ -140,11 +140,7 @@ def check_output(returned: Any) -> Any:
 
 
 def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """Return `returned`, the value of a call with `save_residuals=True`, if it is `out` and a mapping of arrays.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return the value of a call with residuals if it is `out` and a mapping of arrays. Raises `WrongReturn`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         # The mapping is copied once, since a user's mapping may return other values at each access.
         out, residuals = returned[0], dict(returned[1])
@@ -190,10 +186,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _describe_value(returned: Any, *, within: bool = False) -> str:
-    """Describe a wrongly returned value for an error message, with the items of a tuple or list.
-
-    The value's own `repr` is not called, since it may run any code. `within` says that the value is such an item.
-    """
+    """Describe a wrong value and its items, without its `repr`, which may run any code; `within` is for an item."""
     if returned is None:
         return "None" if within else "None: is there a `return`?"
     if _is_array(returned):

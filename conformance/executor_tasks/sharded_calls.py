@@ -92,10 +92,7 @@ def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Return the call sharded over batch rows: the call, its arrays, their `PartitionSpec`s, and that of `out`.
-
-    An array to which the mask is lowered is sharded too if it has a value for each batch row.
-    """
+    """Return the call sharded over batch rows, masks too: the call, its arrays, their specs, and that of `out`."""
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
     mask_specs = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}

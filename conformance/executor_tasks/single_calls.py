@@ -53,10 +53,7 @@ def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
 
 
 def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-    """Return `out` of the compiled call without residuals, with some arguments replaced by `given`.
-
-    Arrays `[]` in `given` become tracers. Other numbers are static.
-    """
+    """Return `out` of the compiled call with `given` arguments: arrays `[]` become tracers, others are static."""
     statics, arrays = executor.arguments(problem)
     traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
     static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}

@@ -201,11 +201,7 @@ def _select_signature(
     owners: Mapping[str, Sequence[int]],
     right: Mapping[str, Sizes],
 ) -> Signature:
-    """Select what a signature says of one finding.
-
-    Cases that the finding alone concerns come first. If it shows on none of them, cases that other findings concern too
-    are taken.
-    """
+    """Select a signature of one finding: cases of it alone, or those of other findings too if there are none."""
     is_forward = findings[number].kind == FORWARD
     alone: dict[str, Sizes] = {}
     shared: dict[str, Sizes] = {}

@@ -22,11 +22,7 @@ _CONFIRMING_SHARE = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time.
-
-    Attributes:
-      option: the option, or argument in Python, that sets the seconds for diagnosis. Hints name it.
-    """
+    """Seconds to confirm and diagnose findings, None for a share of the run's; hints name the `option` for these."""
 
     confirm: float | None = None
     diagnose: float | None = None

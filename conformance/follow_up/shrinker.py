@@ -175,10 +175,7 @@ def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterat
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
-
-    The records of the shrunk cases are added to the journal as probes, which are not counted.
-    """
+    """Shrink the smallest cases of the first findings, add the results as probes, and yield lines about them."""
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(

@@ -58,10 +58,7 @@ class ProcessSpec:
 
 
 class ForkedProcess:
-    """A process that the fork server has forked for this one.
-
-    It leads a session of its own, so Ctrl-C in a terminal does not reach it.
-    """
+    """A process of the fork server, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
 
     def __init__(
         self,
@@ -194,12 +191,7 @@ def read_import_environment() -> dict[str, str]:
 
 
 def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> None:
-    """Use the fork server of another process from now on.
-
-    Args:
-      requests: a file descriptor of the socket for requests.
-      import_environment: the environment variables that the server's imports have read.
-    """
+    """Use another process's fork server, by its socket's descriptor and the environment that its imports read."""
     global _server
     _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 

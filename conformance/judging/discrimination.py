@@ -217,10 +217,7 @@ def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
 
 
 def _build_wrong_head_map(problem: Problem) -> np.ndarray | None:
-    """Return a wrong key/value head for each query head, as an array `[N]`; None if there is one key/value head.
-
-    If query heads share key/value heads, groups are interleaved; otherwise heads are rotated by one.
-    """
+    """Return a wrong key/value head for each query head `[N]`, groups interleaved or heads rotated; else None."""
     num_q_heads, num_kv_heads = problem.q.shape[2], problem.k.shape[2]
     if num_kv_heads == 1:
         return None

@@ -103,10 +103,7 @@ def _build_entry(
     observable: Sequence[str],
     query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases, given the checks and patterns of observables that fail on them.
-
-    `query` is its pattern if it matches all of them.
-    """
+    """Build the entry for a set of failing cases, given checks and observables; `query` if it matches all."""
     matching = [
         record
         for record in records

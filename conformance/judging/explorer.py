@@ -159,11 +159,7 @@ _ClueNumbers = tuple[
 
 
 def _request_clues(implementation: Implementation) -> Clues:
-    """Request the clues, the numbers in a kernel's source, from the kernel's process.
-
-    Raises:
-      InvalidClues: if the answer is no valid list of numbers. The kernel can forge the answer.
-    """
+    """Request the clues from the kernel's process. Raises `InvalidClues`, since the kernel can forge the answer."""
     try:
         integers, floats, in_source = msgspec.convert(create_executor(implementation).run(report_clues), _ClueNumbers)
     except (Exception, ProcessLost) as error:  # the kernel can also choose the exception

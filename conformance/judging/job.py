@@ -13,10 +13,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One implementation, one case, and the checks to run on it, which share compiled functions and oracle results.
-
-    `rotation` names the costly questions that the checks ask of this case.
-    """
+    """An implementation, a case, checks to run on it, and the `rotation` of costly questions that they ask."""
 
     implementation: Implementation
     case: Case

@@ -99,10 +99,7 @@ Question = tuple[Case, Rotation]
 
 @functools.lru_cache(maxsize=64)
 def _order_greedily(programs: tuple[tuple[Question, ...], ...]) -> tuple[int, ...]:
-    """Return the indices of programs in the order of greedy set cover.
-
-    The result is cached, since kernels that support the same features get the same cases.
-    """
+    """Return programs' indices in the order of greedy set cover, cached, since many kernels get equal cases."""
     ordered: list[int] = []
     met: set[str] = set()
     met_pairs: set[Pair] = set()

@@ -63,12 +63,7 @@ class Rejudger:
     """Judge the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = ENOUGH_CONFIRMED) -> None:
-        """Create a rejudger.
-
-        Args:
-          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
-            again; 0 to judge no failure again.
-        """
+        """Create a rejudger that, after `confirmed` confirmed failures of a result in a check, judges no more again."""
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()

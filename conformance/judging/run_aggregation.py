@@ -209,10 +209,7 @@ def _format_fact(name: str, value: str) -> str:
 
 
 def _compute_extent(group: _ProvenanceGroup) -> Extent:
-    """Compute how much of an implementation was judged, by the plan that covers most, with all its shards.
-
-    An unfinished run of a whole level comes before all others, so that a report never hides it.
-    """
+    """Compute how much was judged, by the plan and shards that cover most, an unfinished whole level first."""
     if any(one.run is None for one in group.runs):
         return Extent(known=False)
     by_plan: dict[tuple[str, str, tuple[int, ...]], list[RecordedRun]] = {}

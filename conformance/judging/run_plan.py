@@ -69,11 +69,7 @@ def plan_run(
     query: str | None = None,
     checks: Iterable[Check] = CHECKS,
 ) -> Plan:
-    """Plan the jobs that judge `implementations` at `level`.
-
-    Args:
-      seeds: base seeds. The grid is judged once for each.
-    """
+    """Plan the jobs that judge `implementations` at `level`; the grid is judged once for each base seed."""
     chosen = tuple(checks)
     jobs: list[Job] = []
     coverage = []

@@ -222,11 +222,7 @@ def format_reproduction(subject: Subject, check: str) -> str:
 
 
 def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) -> Iterator[Record]:
-    """Run checks on a supported case and yield their records.
-
-    If the case cannot be judged by, because simple wrong results would pass or too many rows are undecided, yield one
-    `unjudged` record.
-    """
+    """Run checks on a case and yield their records; one `unjudged` record if wrong results would pass."""
     margin = None
     checks = tuple(checks)
     compares = any(check.compares for check in checks)
@@ -271,10 +267,7 @@ def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iter
 
 
 def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
-    """Return a subject that discriminates, if possible, and its margins.
-
-    If the case does not discriminate with the questions of its rotation, the full rotation replaces it.
-    """
+    """Return a subject, with the full rotation if the case's does not discriminate, and its margins."""
     margins = discrimination.compute_margins(subject)
     discriminates = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
     if discriminates or subject.rotation == FULL_ROTATION:
@@ -299,10 +292,7 @@ def _build_undecided_judgement(left_out: Mapping[str, float]) -> Judgement:
 
 
 def _time_check(check: Check, subject: Subject, rejudge: Rejudger) -> Iterator[tuple[Judgement, float]]:
-    """Yield the judgements of a check, each with its share of the seconds that the check took.
-
-    If failures are not judged again, each judgement is yielded as soon as it is made, with its own time.
-    """
+    """Yield a check's judgements with their share of its seconds, each as it is made if none is judged again."""
     start = time.perf_counter()
     if rejudge.is_disabled:
         for judgement in _run_guarded(check, subject):
@@ -392,10 +382,7 @@ def _build_record(subject: Subject, check: str, judgement: Judgement, margin: fl
 
 
 def _locate_failure(judgement: Judgement) -> dict[str, Any]:
-    """Find where in its tensor a wrong result differs, as fields of a record.
-
-    The search waits until a record is built, since failures that do not stand after a second judgement need none.
-    """
+    """Find where a wrong result differs, as fields of a record; only once a failure stands."""
     failure = judgement.failure
     if failure is None:
         return {}

@@ -189,11 +189,7 @@ class Settings:
 
 
 def load_settings(start: Path) -> Settings:
-    """Load the settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
-
-    Raises:
-      SettingsError: for settings that are misspelt or of the wrong type.
-    """
+    """Load the settings of the nearest `pyproject.toml`, else defaults. Raises `SettingsError` for wrong ones."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file():

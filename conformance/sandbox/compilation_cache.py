@@ -110,10 +110,7 @@ def _find_new_programs(linked: Path) -> list[str]:
 
 
 def _store_program(path: str, target: Path, room: int) -> int:
-    """Copy a program if it is a regular file of at most `room` bytes; return the number of copied bytes.
-
-    The kernel controls the folder of `path`, so `path` may be a link, a pipe or anything else.
-    """
+    """Copy a program, of `room` bytes at most, if the kernel left a regular file; return the copied bytes."""
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

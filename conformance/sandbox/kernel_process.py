@@ -66,12 +66,7 @@ _CACHE_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a kernel's process.
-
-    Attributes:
-      timeout: the most seconds that one call may take.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
-    """
+    """The most seconds of a call, and the most bytes of memory and files of a kernel's processes, 0 for any."""
 
     timeout: float = 300.0
     memory: int = 0
@@ -98,12 +93,7 @@ class LoadFailed(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _PendingCall:
-    """A call that `begin` has started and whose result `call` has not returned yet.
-
-    Attributes:
-      size: the number of bytes of the serialized request.
-      message: the answer, once it is received; None before.
-    """
+    """A begun call: its request, the serialized size, and the answer once it is received."""
 
     request: CallRequest
     size: int
@@ -375,11 +365,7 @@ class _RunningProcess:
             return _DEFAULT_PIPE_BYTES // 2
 
     def send(self, packed: bytes, limits: Limits, *, is_busy: bool = False) -> None:
-        """Send a request; `receive` returns its answer.
-
-        Args:
-          is_busy: whether the process still works on an earlier request.
-        """
+        """Send a request, whose answer `receive` returns; `is_busy` if the process still works on an earlier one."""
         if not is_busy:
             self._read_output()
             self._output_parts.clear()  # this output belongs to earlier requests
@@ -508,11 +494,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
 
 
 def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """Return an exception with the same name and built-in base type as the kernel's, without code of the kernel.
-
-    Args:
-      kinds: the names of the type's built-in base types, most specific first.
-    """
+    """Return an exception with the name and most specific built-in base of the kernel's, without its code."""
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
     for base in (*bases, RuntimeError):

@@ -34,11 +34,7 @@ class LoadedFiles:
     """The files that one kernel has read, with digests: those until it was first loaded, and those read later."""
 
     def __init__(self, kernel: str, files_at_load: Mapping[str, str] | None = None) -> None:
-        """Start a record.
-
-        Args:
-          files_at_load: the files that the kernel read until it was loaded, if another process has recorded them.
-        """
+        """Start a record, with the files that another process has recorded until the kernel was loaded."""
         self._folder = _find_folder(kernel)
         self._at_load = files_at_load
         self._known = dict(files_at_load or {})
@@ -53,12 +49,7 @@ class LoadedFiles:
         return self._at_load
 
     def record_reported(self, answer: Any) -> None:
-        """Hash and record the files that an answer of a kernel's process reports.
-
-        Raises:
-          FileChanged: if a reported file has changed since it was first recorded.
-          ValueError: if the report is not a list of paths.
-        """
+        """Hash and record reported files. Raises `FileChanged` for changed ones, `ValueError` for no list of paths."""
         report = answer.get("files", {}) if isinstance(answer, dict) else {}
         if not isinstance(report, dict):
             raise ValueError("no list of files")
@@ -104,11 +95,7 @@ class LoadedFiles:
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence for each file that was recorded with different digests, or that has changed since.
-
-    Args:
-      files: pairs of a name and a recorded digest. A name may occur several times.
-    """
+    """Return a sentence for each file with different digests among the pairs, or that has changed since."""
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, digest in files:

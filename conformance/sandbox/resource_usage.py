@@ -34,11 +34,7 @@ class OverLimit(Exception):
 
 
 def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return the process ids of the children of a process, oldest first; empty if the system does not list them.
-
-    Args:
-      of_all_threads: whether to include children that were started by threads other than the main one.
-    """
+    """Return a process's children, oldest first, those of other threads too; empty if the system lists none."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for thread in os.listdir(f"/proc/{process}/task") if of_all_threads else [process]:
@@ -68,12 +64,7 @@ class UsageMonitor:
     """
 
     def __init__(self, process: int, scratch: str, memory: int) -> None:
-        """Prepare to check.
-
-        Args:
-          process: the id of the supervisor's process, whose descendants are checked.
-          memory: the most bytes of memory and files that all descendants may hold together; zero for no limit.
-        """
+        """Prepare to check the descendants of the supervisor `process`, up to `memory` bytes, zero for no limit."""
         self._process, self._scratch, self._memory = process, scratch, memory
         # The descendants in the last thorough check, including those that other threads than the main one started.
         self._descendants: list[int] = []

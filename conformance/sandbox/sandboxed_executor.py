@@ -195,11 +195,7 @@ def load_sandboxed(
 
 
 def create_executor(implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> Executor:
-    """Return an executor for an implementation, in the kernel's process if it has one.
-
-    Args:
-      options: compiler options for an implementation in this process. A process of its own has flags instead.
-    """
+    """Return an executor, in the kernel's process if it has one; compiler options are for this process."""
     call = implementation.call
     if isinstance(call, KernelProxy):
         return SandboxedExecutor(implementation, call.process)

@@ -50,11 +50,7 @@ Element = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The errors of a kernel on the signature cases.
-
-    Attributes:
-      sizes: by id of a judged case, the size of each result's error (`Sizes`).
-    """
+    """The errors of a kernel on the signature cases: by case id, the size of each result's error."""
 
     sizes: Mapping[str, Sizes]
 

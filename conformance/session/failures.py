@@ -8,10 +8,7 @@ class CannotJudge(Exception):
 
 
 class RunStopped(Exception):
-    """Raised to stop a run in an orderly way: the records so far are kept and reported. The message says why.
-
-    The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.
-    """
+    """Raised by callbacks, as at `--fail-fast`, to stop a run that keeps and reports its records; it says why."""
 
 
 def choose_exit_code(*, is_wrong: bool, is_judged: bool) -> int:

@@ -18,11 +18,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class RemotePool:
-    """Processes that judge for this one.
-
-    Attributes:
-      environment: facts for the run record, on workers of another platform.
-    """
+    """Processes that judge for this one, with facts for the run record on workers of another platform."""
 
     pool: TaskPool
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -14,11 +14,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class PlatformSelection:
-    """The implementations that run natively on a required platform, and those that do not.
-
-    Attributes:
-      left_out: pairs of a reason and the names of the implementations that are left out for it.
-    """
+    """Implementations that run natively on a platform, and names of those left out, by reason."""
 
     platform: str
     kept: tuple[Implementation, ...]

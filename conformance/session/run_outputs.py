@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The files to which a run writes its results; None for those that are not requested.
-
-    Attributes:
-      step: the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub.
-    """
+    """The files that a run writes, None if not requested; `step` is GitHub's summary of this step."""
 
     report: Path | None
     json: Path | None

@@ -31,11 +31,7 @@ class CannotCreateEnvironment(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CreatedEnvironment:
-    """An environment that exists on disk.
-
-    Attributes:
-      packages: the installed packages with their versions, as `pip freeze` prints them, without this project.
-    """
+    """An environment on disk: its interpreter and packages, as `pip freeze` prints them, without this project."""
 
     python: Path
     packages: tuple[str, ...]

@@ -75,11 +75,7 @@ _LEAST_EXPONENT = {"bf16": -125, "f16": -13}
 
 @dataclasses.dataclass(frozen=True)
 class ErrorVariance:
-    """Exact values of a result with the expected variance of a correct kernel's errors; arrays have its shape.
-
-    Attributes:
-      ulp: spacing of the output dtype at each value.
-    """
+    """Exact values, the expected variance of a correct kernel's errors, and the output dtype's spacing there."""
 
     value: Array
     variance: Array

@@ -40,12 +40,7 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """One projection (q or k) before and after each step of a front end, as the backward pass needs it.
-
-    Attributes:
-      at: position streams `[3, L]`.
-      norm: weights of the norm `[H]`; None if there are none.
-    """
+    """A projection before and after each step, with positions `[3, L]` and the norm's weights `[H]` or None."""
 
     steps: tuple[str, ...]
     at: Array
@@ -76,12 +71,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """The operands that a front end made from raw projections, with what its backward pass needs.
-
-    Attributes:
-      v: the values, which no step changes.
-      shared: whether the values are the raw keys.
-    """
+    """The operands that a front end made from raw projections; `shared` if the values are the raw keys."""
 
     q: Stream
     k: Stream

@@ -36,12 +36,7 @@ Rows = slice | Array
 
 @dataclasses.dataclass(frozen=True)
 class LogitTerm:
-    """A term that an optional operand (bias, ALiBi, score function) adds to the scaled logits of a slab.
-
-    Attributes:
-      operand: the operand that the term comes from.
-      value: the term, `[G, T, S]`.
-    """
+    """A term `[G, T, S]` that an optional operand (bias, ALiBi, score function) adds to a slab's scaled logits."""
 
     operand: OptionalOperand
     value: Array
@@ -342,11 +337,7 @@ def compute_backward(
 
 
 def pull_back_factors(slab: Slab, dx: Array) -> dict[str, Array]:
-    """Compute the gradients of the factors that differ by query head, `[G]` each, from the gradient of the logits.
-
-    Args:
-      dx: gradient of the logits, `[G, T, S]`.
-    """
+    """Compute the gradients of the factors by query head, `[G]` each, from that of the logits, `[G, T, S]`."""
     factors = slab.head_factors
     return {GRADIENT_OF[operand]: (dx * slab.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
 

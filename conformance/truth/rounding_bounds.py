@@ -87,11 +87,7 @@ from impls.contract.declarations import Arithmetic
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """Exact values with an error bound for each element; both arrays are float64 and have the same shape.
-
-    Attributes:
-      bound: how far a correct implementation may be from each of them.
-    """
+    """Exact values, and how far a correct implementation may be from each; both float64 of the same shape."""
 
     value: Array
     bound: Array

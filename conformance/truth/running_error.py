@@ -22,11 +22,7 @@ from conformance.truth.roundoff import U, compute_gamma
 
 @dataclasses.dataclass(frozen=True)
 class BoundedNumber:
-    """An array of exact values in float64 with error bounds of the same computation in f32.
-
-    Attributes:
-      error: how far a computation in f32 may be from each exact value.
-    """
+    """Exact values in float64, with bounds of the error of the same computation in f32."""
 
     value: Array
     error: Array
@@ -100,11 +96,7 @@ def _add_rounding(value: Array, error: Array, roundoff: float = U) -> BoundedNum
 
 
 def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: BoundedNumber) -> BoundedNumber:
-    """Replace entries along the last axis of `whole` by parts.
-
-    Args:
-      parts: pairs of indices along the last axis and the new entries at these indices.
-    """
+    """Replace entries along the last axis of `whole` by `parts`, pairs of indices and new entries."""
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:
         value[..., places], error[..., places] = part.value, part.error

@@ -61,12 +61,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """The limits of every dtype and observable.
-
-    Attributes:
-      limits: limits by `(dtype, observable)`.
-      platforms: JAX backends on which the limits were calibrated.
-    """
+    """The limits by `(dtype, observable)`, and the JAX backends on which they were calibrated."""
 
     limits: Mapping[tuple[str, str], Limit]
     platforms: frozenset[str] = frozenset()

@@ -81,11 +81,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel that is chosen for a call, with the reason.
-
-    Attributes:
-      passed_over: names of earlier candidates, each with the reason why it was not chosen. So no fallback is silent.
-    """
+    """The kernel chosen for a call, the reason, and candidates `passed_over`, so that no fallback is silent."""
 
     kernel: str
     reason: str

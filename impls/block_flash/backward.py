@@ -128,12 +128,7 @@ def compute_pair_gradients(
     shift: Float32[Array, "B K G block_q"],
     row_sums: Float32[Array, "B K G block_q"],
 ) -> PairGradients:
-    """Compute the gradient contributions of one pair of blocks.
-
-    Args:
-      shift: `logsumexp`, 0 for rows that attend to nothing.
-      row_sums: `D - dlse`, where `D` is equation (11) of the module docstring.
-    """
+    """Compute a pair's gradients; `shift` is `logsumexp`, 0 in empty rows, and `row_sums` is `D - dlse`."""
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # probabilities, equation (8)
     dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # dv, equation (9)

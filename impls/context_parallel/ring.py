@@ -103,12 +103,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of a call of ring attention.
-
-    Attributes:
-      table: `table[rank][source]` is the index, in `local.masks`, of the mask between the queries of device `rank` and
-        the keys of device `source`.
-    """
+    """Static part of ring attention; `table[rank][source]` is the index in `local.masks` of their mask."""
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]

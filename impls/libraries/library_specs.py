@@ -61,11 +61,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A published library, as its file describes it; the module's docstring explains the keys.
-
-    Attributes:
-      functions: the attribute of `NAME.py` for each name of a function, without `library:`.
-    """
+    """A published library, as its file describes it (module docstring); `functions` are attributes of `NAME.py`."""
 
     name: str
     package: str

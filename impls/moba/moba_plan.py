@@ -22,12 +22,7 @@ from impls.jax_compat import Interpret
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
-    """Return the mask if it is a `Moba` mask that fits the lengths.
-
-    Raises:
-      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
-      ValueError: the mask does not fit the lengths.
-    """
+    """Return a `Moba` mask that fits. Raises `NotImplementedError` for others, `ValueError` if it does not fit."""
     if isinstance(mask, Moba):
         mask.check_lengths(q_length, kv_length)
         return mask

@@ -157,10 +157,7 @@ def attend(
 
 
 def choose_num_heads(num_kv_heads: int, rows: int, block: int, depths: tuple[int, int], itemsize: int) -> int:
-    """Choose the key/value heads per step: as many as fit VMEM, to amortise the cost of starting a step.
-
-    If several cores share a call, each gets some of the heads, where there are enough.
-    """
+    """Choose the key/value heads per step, as many as fit VMEM, and some for each core that shares a call."""
     h, v = (-(-depth // LANES) * LANES for depth in depths)
     fetched = 2 * (block * (h + v) + rows * h) * itemsize
     kept = 2 * rows * (v + 2 * LANES) * 4

@@ -77,12 +77,7 @@ def find_contender_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """A combination of levels that explains failures.
-
-    Attributes:
-      signal: the name of the signal that shows the cause most plainly.
-      combination: the levels, and the cases that have them.
-    """
+    """Levels that explain failures of a kind, and the name of the signal that shows the cause most plainly."""
 
     kind: str
     signal: str
@@ -205,11 +200,7 @@ class _ContenderEvidence:
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:
-        """Find the root causes that explain the red cases of a signal.
-
-        Each of them explains some red cases that the others do not explain. If none does, the first that explains the
-        signal is returned.
-        """
+        """Find causes that each explain other red cases of a signal, or the first that explains the signal."""
         signal, kind = self._get_unexplained(name), _classify_signal(name)
         able = [
             root
@@ -498,10 +489,7 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Join signals: those of kind `CHECK` by check, and all other signals into one.
-
-    A joined signal is red in a case if any of its signals is red there. It is green if one is green and none is red.
-    """
+    """Join signals by check, and those without into one: red if any is, green if one is and none is red."""
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
         groups.setdefault(_get_check(name) if _classify_signal(name) == CHECK else "", []).append(signal)
@@ -510,10 +498,7 @@ def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
 
 
 def _name_unexplained(record: Record) -> tuple[str, str]:
-    """Return the kind and the name by which unexplained records are grouped into findings.
-
-    Depending on the kind, the name is the line that raises, the check, the reason of a known failure, or empty.
-    """
+    """Return the kind and name that group unexplained records: a raising line, a check, a known reason, or empty."""
     kind = classify_record(record)
     by = {RAISES: _name_signal(record), CHECK: record.check, UNEXPECTED: record.reason}
     return kind, by.get(kind, "")

@@ -18,12 +18,7 @@ _BLOCK, _CALL, _FLOOR = ".full_block_cycles", ".call_cycles", ".hbm_floor_cycles
 
 @dataclasses.dataclass(frozen=True)
 class CallEstimate:
-    """The estimated cycles of one call.
-
-    Attributes:
-      kernels: the cycles of each kernel of the call, by name, in the order of the record.
-      bound: the names of the kernels whose time is bounded by HBM traffic.
-    """
+    """A call's estimated cycles by kernel, in order, and the kernels that are `bound` by HBM traffic."""
 
     kernels: Mapping[str, float]
     bound: frozenset[str]

@@ -80,13 +80,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
-    """Refuse a kernel that would end or hang this process, in which it would be timed.
-
-    To find out, the kernel is traced once in a sandbox, on each case.
-
-    Raises:
-      CannotJudge: if the sandbox's process ends or hangs.
-    """
+    """Trace a kernel in a sandbox on each case. Raises `CannotJudge` if it would end or hang this process."""
     implementation = project_lookup.find_implementation(name)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return

@@ -96,22 +96,14 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _get_tunable(implementation: Implementation) -> Tunable:
-    """Return the implementation's declaration of knobs.
-
-    Raises:
-      CannotJudge: if the implementation declares no knobs.
-    """
+    """Return the implementation's declaration of knobs. Raises `CannotJudge` without one."""
     if implementation.tunable is None:
         raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
     return implementation.tunable
 
 
 def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
-    """Return the knobs named in `asked`, or all knobs if it is empty.
-
-    Raises:
-      CannotJudge: if the implementation has no knob of that name.
-    """
+    """Return the knobs named in `asked`, or all if it is empty. Raises `CannotJudge` for other names."""
     known = {knob.name: knob for knob in declared.knobs}
     for name in asked:
         if name not in known:

@@ -144,11 +144,7 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
 def _bound_path(
     way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
 ) -> LoopBound | None:
-    """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
-
-    Args:
-      idle: instructions of a warp while another warp issues the products of the whole block.
-    """
+    """Bound a path, given a warp's instructions while another issues products; None if its pairs are unknown."""
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
     known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)

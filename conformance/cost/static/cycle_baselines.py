@@ -134,12 +134,7 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Record static cycles for the installed compiler; entries of other keys and other compilers stay.
-
-    Args:
-      found: static cycles by `format_key`.
-      platform: `"tpu"` or `"gpu"`, which determines the compiler.
-    """
+    """Record static cycles by `format_key` for the platform's compiler; entries of other keys and compilers stay."""
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -160,12 +160,7 @@ def _remove_duplicates(settings: Sequence[Setting]) -> list[Setting]:
 def _estimate_candidate(
     knob: Knob, setting: Setting, told: CompileResult, traffic: Traffic, target: CompileTarget
 ) -> Estimate:
-    """Build the estimate of a candidate from the result of compiling it.
-
-    Args:
-      told: measurements of the compiled program, or the reason why it does not compile.
-      traffic: HBM traffic of the kernel besides its blocks.
-    """
+    """Build a candidate's estimate from its measurements, or why it does not compile, and further HBM traffic."""
     if isinstance(told, str):
         return Estimate(setting, None, told)
     kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{knob.kernel}.call_cycles")), None)

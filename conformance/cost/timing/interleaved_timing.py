@@ -42,12 +42,7 @@ _PRODUCT_NAME = "the matrix product"  # key of the large matrix product among th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """Limits on how long to measure.
-
-    Attributes:
-      rounds: largest number of rounds of each comparison; every implementation is timed once in a round.
-      seconds: largest number of seconds of timing, over all comparisons.
-    """
+    """The largest number of rounds of each comparison, and of seconds of timing over all comparisons."""
 
     rounds: int = 30
     seconds: float = math.inf
@@ -55,12 +50,7 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with the data that all timed implementations share.
-
-    Attributes:
-      cotangent: cotangent of `out` for timed calls, `[B, T, N, V]`.
-      sample: the sampled queries whose results are compared with the oracle.
-    """
+    """A case with a cotangent `[B, T, N, V]` for timed calls, and sampled queries to compare with the oracle."""
 
     case: Case
     problem: Problem
@@ -81,11 +71,7 @@ class DrawnCase:
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation that is compiled and ready to be timed.
-
-    Attributes:
-      memory: memory of the program in bytes, by the names that `Measurement.memory` uses.
-    """
+    """An implementation ready to be timed, with its memory in bytes, as `Measurement.memory` has it."""
 
     implementation: Implementation
     program: TimedProgram

@@ -59,12 +59,7 @@ class KnobChoice:
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """Result of tuning an implementation on one case.
-
-    Attributes:
-      settings: the settings of all knobs after tuning, by name of the knob.
-      interrupted: whether Ctrl-C left some knobs untuned.
-    """
+    """Settings by knob after tuning on one case, each choice, and whether Ctrl-C left some knobs untuned."""
 
     case: Case
     settings: KnobSettings
@@ -157,10 +152,7 @@ def _tune_knob(
 def _iter_entrants(
     variants: Mapping[str, Implementation], drawn: DrawnCase, phase: str, on_step: Callable[[str], None]
 ) -> Iterator[tuple[str, Entrant | Measurement]]:
-    """Compile and check each candidate, and yield it by name; a candidate that fails is yielded as a measurement.
-
-    Candidates are compiled in parallel, since compiling takes most of the time.
-    """
+    """Compile, in parallel, and check each candidate, and yield it by name, or a measurement if it fails."""
     cores = ThreadPoolExecutor(os.cpu_count())
     try:
         programs = {

@@ -30,12 +30,7 @@ class UnknownPath(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRun:
-    """Result of simulating a schedule.
-
-    Attributes:
-      cycles: number of bundles that ran, each of which takes one cycle.
-      entries: by index of a bundle, how often a basic block (the bundles up to a branch) began with it.
-    """
+    """The bundles, of one cycle each, that ran in a simulation, and how often a basic block began with each."""
 
     cycles: int
     entries: Mapping[int, int]
@@ -148,11 +143,7 @@ def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[
 
 
 def _cannot_alias(stored: str, loaded: str) -> bool:
-    """Check whether a load certainly does not read the address of a store.
-
-    Addresses with different symbols are disjoint. A spilled value is loaded only by its symbol, so an address without a
-    symbol does not read it.
-    """
+    """Check whether a load surely does not read a stored address: its symbol differs, or it has none."""
     stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
     if stores and loads:
         return stores != loads

@@ -25,12 +25,7 @@ _MAX_LISTED = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisIndices:
-    """A description of indices along an axis.
-
-    Attributes:
-      chosen: booleans along the axis, true for the described indices.
-      block: size of the blocks whose borders the indices follow; 0 if they follow none.
-    """
+    """A description of `chosen` indices, booleans along an axis, and of the block borders that they follow, or 0."""
 
     words: str
     chosen: np.ndarray
@@ -38,14 +33,7 @@ class AxisIndices:
 
 
 def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: int) -> AxisIndices | None:
-    """Find the plainest description of the wrong indices along one axis.
-
-    Args:
-      letter: the axis, in the letters of `NOUNS`.
-
-    Returns:
-      the description; None if every judged index is wrong, or no description fits.
-    """
+    """Find the plainest description of wrong indices along an axis of `NOUNS`; None if all are, or none fits."""
     if not wrong.any() or not (judged & ~wrong).any():
         return None
     for candidate in _iter_candidates(letter, wrong, group):

@@ -34,11 +34,7 @@ _F32_ROUNDOFF = 2.0**-22  # allowed for a kernel that computes the predicted val
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A sample of a wrong result's elements.
-
-    Attributes:
-      index: indices of the elements, one array for each axis.
-    """
+    """A sample of a wrong result's elements, by their indices along each axis."""
 
     failure: Failure
     index: tuple[np.ndarray, ...]

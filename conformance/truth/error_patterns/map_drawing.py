@@ -15,11 +15,7 @@ _NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite
 
 
 def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorMap | None:
-    """Draw the picture of a wrong result; None if the result has neither rows nor keys.
-
-    Args:
-      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
-    """
+    """Draw a wrong result with block borders, 0 for none; None if it has neither rows nor keys."""
     letters = failure.letters
     along = next((letter for letter in "TS" if letter in letters), "")
     if not along:
@@ -90,11 +86,7 @@ def _project_slice(failure: Failure, values: np.ndarray, along: str, batch: int,
 
 
 def _draw_cells(ratios: np.ndarray, lost: np.ndarray, limit: float) -> tuple[str, ...]:
-    """Draw ratios as lines of shades: one digit for each decade beyond the limit, `-` if nothing is judged.
-
-    Args:
-      ratios: ratios `[rows, columns]`, -1 where nothing is judged.
-    """
+    """Draw `ratios [rows, columns]` as a digit for each decade beyond the limit, `-` for -1, not judged."""
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.ceil(np.log10(np.where(ratios > 0, ratios, 0.0) / limit))
     shades = np.clip(

@@ -19,12 +19,7 @@ _MIN_ZEROS = 16  # one or two zeros may occur by chance in bf16 and f16
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The description of an error.
-
-    Attributes:
-      words: the description; empty if nothing fits.
-      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
-    """
+    """The description of an error, empty if nothing fits, and sizes of the blocks that it follows, or 0."""
 
     words: str = ""
     blocks: tuple[int, int] = (0, 0)

@@ -207,13 +207,7 @@ class Launch:
         out_shapes: Arrays,
         out_specs: Specs,
     ) -> Arrays:
-        """Run `kernel(inputs, outputs)` in every program.
-
-        Args:
-          name: name of the kernel in profiles.
-          specs: the part of each input that a program sees.
-          out_specs: the part of each output that a program sees.
-        """
+        """Run `kernel(inputs, outputs)` in every program, on the parts in `specs` and `out_specs`, as `name`."""
         # `shard_map` checks over which mesh axes arrays vary: constants and outputs must name the operands' axes.
         arrays = mark_varying(arrays, find_varying_axes(arrays))
         varying = jax.typeof(arrays["q"]).manual_axis_type
