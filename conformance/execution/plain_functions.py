@@ -1,25 +1,11 @@
 """Build an `Implementation` from a plain function: an attention function without the harness's protocol.
 
-    def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
-
-The features of a plain function are read from its signature, and its residuals from one trace. It may have any other
-optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and in the form of the canonical call
-(`impls.contract.implementation`). A missing parameter is a feature that the function does not support.
-
-A mask is passed in up to six parameters, as far as the function has them:
-
-- `causal=True` and `window=(left, right)`, for the causal and window conjuncts of the mask.
-- `kv_lengths`, int32 `[B]`, for the number of keys of each batch row, and `moba=(chunk, topk)` for MoBA.
-- `mask_mod`, a function `(b, n, i, j) -> booleans`, for other conjuncts that are given by a formula of indices.
-- `mask`, booleans broadcastable to `[B, N, T, S]`, for the rest.
-
-`score_mod` is a function `(score, b, n, i, j) -> score` for scores that are given by a formula. If the function has no
-parameter `soft_cap`, the soft cap is part of `score_mod`.
-
-A function that takes stored operands has other parameters (`cases.storage_forms`).
-
-A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. A missing entry
-is a residual that the function does not offer.
+The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
+feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
+up to six of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
+`soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
+(`cases.storage_forms`).
 """
 
 from __future__ import annotations

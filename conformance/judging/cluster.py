@@ -1,30 +1,12 @@
-"""Judge on the workers of a Dask cluster.
+"""Judge on the workers of a Dask cluster (docs/how-to/cluster.md).
 
-How to start a cluster (`pip install "attention-conformance[cluster]"` on every machine):
-
-    dask scheduler --scheduler-file=/shared/scheduler.json
-    dask worker --scheduler-file=/shared/scheduler.json --nthreads=1 --nworkers=8
-    dask worker --scheduler-file=/shared/scheduler.json --nthreads=1 --resources=GPU=1
-    python -m conformance run --impl=kernel.py:attention --cluster=/shared/scheduler.json
-
-A worker judges one job at a time, so `--nthreads=1` and one worker for each core or accelerator. Its nanny, which is
-there unless `--no-nanny` is given, starts it again after a kernel killed it.
-
-- **Platforms.** Kernels for GPUs go to the workers that declare the resource `GPU`, kernels for TPUs to those with
-  `TPU`. Without such workers they are judged as on a machine without the accelerator. All other kernels go to workers
-  of the platform on which this process computes. If other workers declare an accelerator, these must declare theirs
-  too: `--resources=CPU=1` on a CPU.
-- **Files.** Nothing is uploaded. Workers find the kernel, `pyproject.toml` and the current folder at the same place as
-  this process: on a shared file system, or in the same image.
-- **Versions.** Each worker must have the versions of Python, JAX, NumPy and this project that this process has, the
-  same `XLA_FLAGS`, and the same source of each kernel. `connect` compares them all, and a worker that joins later is
-  compared before its first job.
-- **Sandbox.** A kernel's process starts on the worker, under the same options as here.
-- **Losses.** Dask gives the jobs of a lost worker to others. It gives up a job that lost four workers (its setting
-  `distributed.scheduler.allowed-failures`). Such a job is tried once more with no other job in flight, and if that
-  fails too it has an `error` record.
-- **Trust.** Whoever can reach the scheduler can run programs on the workers: protect it by a private network or TLS
-  (https://distributed.dask.org/en/stable/tls.html).
+Kernels for an accelerator go to workers that declare its resource, `GPU` or `TPU`. Without such workers they are judged
+as on a machine without the accelerator. All others go to workers of this process's platform, which then declare
+theirs too (`CPU=1`). Nothing is uploaded: workers find the kernel, `pyproject.toml` and the current folder where this
+process has them. A worker must have this process's versions of Python, JAX, NumPy and this project, its `XLA_FLAGS`,
+and the same source of each kernel. `connect` compares them, and a worker that joins later is compared before its first
+job. Dask gives up a job that lost four workers (`distributed.scheduler.allowed-failures`). Such a job is tried once
+more with no other job in flight, and if that fails too it has an `error` record.
 """
 
 from __future__ import annotations

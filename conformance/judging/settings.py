@@ -1,39 +1,6 @@
 """Load a project's settings from its `pyproject.toml`, and mark the failures that they expect.
 
-The table has these entries:
-
-[tool.attention_conformance]
-implementations = ["my_kernels.flash:attention"]     # judged by `pytest` without --impl
-expected_failure_files = ["known/*.toml"]             # files with [[expected_failures]], one for each library
-
-[tool.attention_conformance.groups]                   # one name for several implementations, as in `--impl=upstream`
-upstream = ["jax_nn_xla", "jax_splash_tpu"]
-
-[tool.attention_conformance.tolerances]
-"bf16.out" = 5.0
-
-[[tool.attention_conformance.expected_failures]]
-implementation = "jax_nn_xla"
-case = "train/bf16"                                   # a query; all cases if left out
-check = ["gradients*", "primal"]                      # wildcard patterns of checks; all if left out
-observable = ["dv*"]                                  # wildcard patterns of results; all if left out
-some = true                                           # only some of the matching judgements fail, not all
-jax = ">=0.11"                                        # versions of JAX for which this holds; all if left out
-platform = "gpu"                                      # the platform in reports for which this holds; all if left out
-package = "flax>=0.12"                                # an installed package for which this holds
-finding = "flax-mask-nan"                             # the report about the fault, a page of docs/upstream
-reason = "..."
-link = "..."
-
-A file of expected failures has `library`, `link` and `versions` (the judged versions of the library), then its entries:
-
-library = "jax"
-link = "https://github.com/jax-ml/jax"
-versions = ["jax 0.10.2"]
-
-[[expected_failures]]
-implementation = "jax_nn_xla"
-reason = "..."
+docs/reference/settings.md describes the table, and the files of expected failures that it may name.
 """
 
 from __future__ import annotations
