@@ -15,19 +15,13 @@ from cases.case import Case
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A level of the axis of lengths.
+    """A level of the axis of lengths."""
 
-    Attributes:
-      phase: `train`, `prefill` or `decode`.
-      may_swap: whether q and kv are exchanged in some cases.
-      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
-        `instead_of`.
-    """
-
-    phase: str
+    phase: str  # `train`, `prefill` or `decode`
     q: int
     kv: int
-    may_swap: bool = False
+    may_swap: bool = False  # whether q and kv are exchanged in some cases
+    # If given, this level is a stand-in: it is tested only on implementations that do not support `instead_of`.
     instead_of: Lengths | None = None
 
 
@@ -57,19 +51,13 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """Axes with levels, which a covering array combines. There are few models, and each is equal only to itself.
+    """Axes with levels, which a covering array combines. There are few models, and each is equal only to itself."""
 
-    Attributes:
-      axes: the axes, exactly one of them cheap.
-      compatible: returns False if the levels given so far, by axis name, cannot stand in one case.
-      assemble: builds the case from one level of every axis and a seed.
-      strongest: the largest number of levels whose combinations are all covered, even at `standard` and `deep`.
-    """
-
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # the axes, exactly one of them cheap
+    # Returns False if the levels given so far, by axis name, cannot stand in one case.
     compatible: Callable[[Mapping[str, Any]], bool]
-    assemble: Callable[[Mapping[str, Any], int], Case]
-    strongest: int = 4
+    assemble: Callable[[Mapping[str, Any], int], Case]  # builds the case from one level of every axis and a seed
+    strongest: int = 4  # the largest number of levels whose combinations are all covered, even at `standard` and `deep`
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

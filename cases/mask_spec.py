@@ -50,36 +50,27 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of mask, with its syntax in case ids. A term is one mask of a spec, such as `causal-o64`.
+    """A kind of mask, with its syntax in case ids. A term is one mask of a spec, such as `causal-o64`."""
 
-    Attributes:
-      name: the word that terms of this kind start with.
-      form: the syntax of a term, as messages show it.
-      pattern: regular expression of a term, with a group for each argument. A missing argument is an empty string.
-      type: the class of the mask.
-      says: the description of the feature that an implementation needs for this kind.
-      feature: name of that feature, if it differs from the feature of the class.
-      also: names of other features that an implementation needs for this kind.
-      build: `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
-      offset: `none` if a term has no offset. Otherwise its last argument is an offset (`-oN`): `any` number, or only
-        one that leaves every query at the position of a key (`within`).
-      example: a term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's
-        level in the covering array if `cases.feature_model` has no other.
-      numbers: for each numeric argument, by the text in front of it, a function of T and S that returns the least and
-        the largest number that fits. Only kinds have it whose arguments, apart from the offset, may be drawn
-        independently (`cases.case_space.case_strategies`).
-    """
-
-    name: str
-    form: str
+    name: str  # the word that terms of this kind start with
+    form: str  # the syntax of a term, as messages show it
+    # Regular expression of a term, with a group for each argument. A missing argument is an empty string.
     pattern: re.Pattern[str]
-    type: type[Mask]
-    says: str
+    type: type[Mask]  # the class of the mask
+    says: str  # the description of the feature that an implementation needs for this kind
+    # `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
     build: Callable[..., Mask]
+    # A term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's level in
+    # the covering array if `cases.feature_model` has no other.
     example: str
-    feature: str = ""
-    also: tuple[str, ...] = ()
+    feature: str = ""  # name of that feature, if it differs from the feature of the class
+    also: tuple[str, ...] = ()  # names of other features that an implementation needs for this kind
+    # `none` if a term has no offset. Otherwise its last argument is an offset (`-oN`): `any` number, or only one that
+    # leaves every query at the position of a key (`within`).
     offset: Literal["none", "any", "within"] = "none"
+    # For each numeric argument, by the text in front of it, a function of T and S that returns the least and the
+    # largest number that fits. Only kinds have it whose arguments, apart from the offset, may be drawn independently
+    # (`cases.case_space.case_strategies`).
     numbers: Mapping[str, Callable[[int, int], tuple[int, int]]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -77,15 +77,11 @@ class Moba(OffsetMask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen(Dense):
-    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
+    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`."""
 
-    Attributes:
-      decided: queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
-      choosing: keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`.
-    """
-
+    # Queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
     decided: np.ndarray
-    choosing: np.ndarray
+    choosing: np.ndarray  # keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`
 
 
 def depends_on_data(mask: Mask) -> bool:

@@ -63,19 +63,14 @@ _MIXED = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedProblem:
-    """One attention task of the benchmark, with the cases that judge a kernel for it.
-
-    Attributes:
-      takes: the operands of the kernel's function `workload`, and its result, with their shapes.
-      small: ids of the cases of moderate size, for any machine.
-      full: ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.
-    """
+    """One attention task of the benchmark, with the cases that judge a kernel for it."""
 
     name: str
     task: str
     about: str
-    takes: str
-    small: tuple[str, ...]
+    takes: str  # the operands of the kernel's function `workload`, and its result, with their shapes
+    small: tuple[str, ...]  # ids of the cases of moderate size, for any machine
+    # Ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.
     full: tuple[str, ...]
 
     def cases(self, *, full_size: bool) -> tuple[Case, ...]:

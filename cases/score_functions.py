@@ -26,17 +26,11 @@ _REACH = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap.
+    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap."""
 
-    Attributes:
-      step: a power of two.
-      offset: `S - T`, which aligns the last query with the last key.
-      caps: whether the number is a soft cap; otherwise it is added to the logit.
-    """
-
-    step: float
-    offset: int = 0
-    caps: ClassVar[bool] = False
+    step: float  # a power of two
+    offset: int = 0  # `S - T`, which aligns the last query with the last key
+    caps: ClassVar[bool] = False  # whether the number is a soft cap; otherwise it is added to the logit
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         """Compute the whole number, in the array library of the arguments."""

@@ -23,21 +23,14 @@ from cases.optional_operands.sinks_operand import EXTREME
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A level of the axis of shapes.
+    """A level of the axis of shapes."""
 
-    Attributes:
-      phase: `train`, `prefill` or `decode`.
-      heads: `(B, N, K)`: batch rows, query heads, key/value heads.
-      depths: `(H, V)`: depth of queries and keys, depth of values.
-      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
-        `instead_of`.
-    """
-
-    phase: str
+    phase: str  # `train`, `prefill` or `decode`
     q: int
     kv: int
-    heads: tuple[int, int, int] = (1, 2, 2)
-    depths: tuple[int, int] = (64, 64)
+    heads: tuple[int, int, int] = (1, 2, 2)  # `(B, N, K)`: batch rows, query heads, key/value heads
+    depths: tuple[int, int] = (64, 64)  # `(H, V)`: depth of queries and keys, depth of values
+    # If given, this level is a stand-in: it is tested only on implementations that do not support `instead_of`.
     instead_of: Shape | None = None
 
 

@@ -29,23 +29,15 @@ _REPEAT_SECONDS = 2.0  # a signal without effect is raised again after this time
 
 @dataclasses.dataclass
 class _HandlerState:
-    """State of the signal handler: the received signal, and how the handler reacts to signals.
+    """State of the signal handler: the received signal, and how the handler reacts to signals."""
 
-    Attributes:
-      received: the number of the first stop signal; 0 before one has arrived.
-      listening: whether `record_signals` has installed the handler.
-      raising: whether the handler raises `KeyboardInterrupt`, as in `raise_on_signal`.
-      held: the number of nested `delay_signals` blocks; above 0 nothing is raised.
-      leave: a function that the handler calls before it ends the process (`set_early_exit`); None to go on.
-      raised_at: the time, by `time.monotonic`, when the handler last raised.
-    """
-
-    received: int = 0
-    listening: bool = False
-    raising: bool = False
-    held: int = 0
+    received: int = 0  # the number of the first stop signal; 0 before one has arrived
+    listening: bool = False  # whether `record_signals` has installed the handler
+    raising: bool = False  # whether the handler raises `KeyboardInterrupt`, as in `raise_on_signal`
+    held: int = 0  # the number of nested `delay_signals` blocks; above 0 nothing is raised
+    # A function that the handler calls before it ends the process (`set_early_exit`); None to go on.
     leave: Callable[[], None] | None = None
-    raised_at: float = -math.inf
+    raised_at: float = -math.inf  # the time, by `time.monotonic`, when the handler last raised
 
 
 _state = _HandlerState()

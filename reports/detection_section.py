@@ -22,40 +22,27 @@ class BugFamily:
 
 @dataclasses.dataclass(frozen=True)
 class CheckPower:
-    """The number of planted bugs that one check detects, and the time that the check took.
-
-    Attributes:
-      alone: the bugs that only this check detects.
-      seconds: the time that the check took in all measurements, those of bugs that were removed later included.
-    """
+    """The number of planted bugs that one check detects, and the time that the check took."""
 
     check: str
     kills: int
-    alone: tuple[str, ...]
-    seconds: float
+    alone: tuple[str, ...]  # the bugs that only this check detects
+    seconds: float  # the time that the check took in all measurements, those of bugs that were removed later included
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """The contents of the section: which planted bugs are detected, and how small the smallest detected errors are.
+    """The contents of the section: which planted bugs are detected, and how small the smallest detected errors are."""
 
-    Attributes:
-      level: the level (such as `quick`) with whose cases the bugs were judged.
-      families: how many bugs of each family there are, and how many are detected.
-      checks: how many bugs each check detects, and at what cost.
-      idle: checks that detect only bugs that other checks detect too.
-      dtypes: the dtypes that `resolution` has, as columns of a table.
-      resolution: the smallest detected error, by `(perturbation, observable)` and then by dtype.
-    """
-
-    level: str
+    level: str  # the level (such as `quick`) with whose cases the bugs were judged
     environment: Mapping[str, str]
     bugs: Sequence[Mapping[str, Any]]
     survivors: Sequence[Mapping[str, Any]]
-    families: Sequence[BugFamily]
-    checks: Sequence[CheckPower]
-    idle: Sequence[str]
-    dtypes: Sequence[str]
+    families: Sequence[BugFamily]  # how many bugs of each family there are, and how many are detected
+    checks: Sequence[CheckPower]  # how many bugs each check detects, and at what cost
+    idle: Sequence[str]  # checks that detect only bugs that other checks detect too
+    dtypes: Sequence[str]  # the dtypes that `resolution` has, as columns of a table
+    # The smallest detected error, by `(perturbation, observable)` and then by dtype.
     resolution: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]
 
 

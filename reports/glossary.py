@@ -49,19 +49,12 @@ _TERM = re.compile(rf"\b({'|'.join(_LINKED)})\b")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A word of the page and its meaning.
+    """A word of the page and its meaning."""
 
-    Attributes:
-      word: as it stands on the page.
-      anchor: the address of its meaning on the page.
-      meaning: one or two sentences.
-      link: the address of more about it; empty if there is none.
-    """
-
-    word: str
-    anchor: str
-    meaning: str
-    link: str = ""
+    word: str  # as it stands on the page
+    anchor: str  # the address of its meaning on the page
+    meaning: str  # one or two sentences
+    link: str = ""  # the address of more about it; empty if there is none
 
     @property
     def meaning_id(self) -> str:

@@ -17,17 +17,11 @@ from reports.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICTS, R
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """An error figure that was judged, and its limit.
+    """An error figure that was judged, and its limit."""
 
-    Attributes:
-      name: `max` for the largest ratio, `rms` for the root mean square of the ratios.
-      value: the error figure.
-      limit: the largest value that passes; None if there is no limit.
-    """
-
-    name: str
-    value: float
-    limit: float | None
+    name: str  # `max` for the largest ratio, `rms` for the root mean square of the ratios
+    value: float  # the error figure
+    limit: float | None  # the largest value that passes; None if there is no limit
 
     @property
     def share(self) -> float | None:

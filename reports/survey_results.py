@@ -74,63 +74,37 @@ class RedRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionResult:
-    """The result of one function of one version of a library.
+    """The result of one function of one version of a library."""
 
-    Attributes:
-      function: its name, as `--impl` takes it.
-      platform: the JAX backend.
-      conformity: one of the verdicts of `reports.conformity`.
-      text: the verdict in words.
-      declared: what it declares below the defaults, in words.
-      cells: by `feature dtype`.
-      precision: by dtype.
-      speed: by mask and phase, the seconds of `block_flash` divided by its own: 2 means twice as fast.
-      findings: the number of records of each finding; of those without a finding under "".
-      finding_features: for each finding, the features that all its records share.
-      red: failures that are not known; the first `_MAX_RED` of `red_count`.
-    """
-
-    function: str
-    platform: str
-    conformity: str
-    text: str
-    declared: str
-    cells: Mapping[str, Cell]
-    precision: Mapping[str, Precision]
+    function: str  # its name, as `--impl` takes it
+    platform: str  # the JAX backend
+    conformity: str  # one of the verdicts of `reports.conformity`
+    text: str  # the verdict in words
+    declared: str  # what it declares below the defaults, in words
+    cells: Mapping[str, Cell]  # by `feature dtype`
+    precision: Mapping[str, Precision]  # by dtype
+    # By mask and phase, the seconds of `block_flash` divided by its own: 2 means twice as fast.
     speed: Mapping[str, float]
-    findings: Mapping[str, int]
-    finding_features: Mapping[str, tuple[str, ...]]
-    red: tuple[RedRecord, ...]
+    findings: Mapping[str, int]  # the number of records of each finding; of those without a finding under ""
+    finding_features: Mapping[str, tuple[str, ...]]  # for each finding, the features that all its records share
+    red: tuple[RedRecord, ...]  # failures that are not known; the first `_MAX_RED` of `red_count`
     red_count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RowResult:
-    """The result of one version of a library.
+    """The result of one version of a library."""
 
-    Attributes:
-      library: the name of the library's description.
-      package: its name on PyPI.
-      version: the version.
-      state: `judged`, or why it was not, in one or two words.
-      reason: why it was not judged, in a sentence.
-      level: the level of the grid.
-      started: when it was judged, in UTC.
-      environment: versions and the machine.
-      functions: the result of each function.
-      missing: functions that were not judged.
-    """
-
-    library: str
-    package: str
-    version: str
-    state: str
-    reason: str
-    level: str
-    started: str
-    environment: Mapping[str, str]
-    functions: tuple[FunctionResult, ...]
-    missing: tuple[str, ...]
+    library: str  # the name of the library's description
+    package: str  # its name on PyPI
+    version: str  # the version
+    state: str  # `judged`, or why it was not, in one or two words
+    reason: str  # why it was not judged, in a sentence
+    level: str  # the level of the grid
+    started: str  # when it was judged, in UTC
+    environment: Mapping[str, str]  # versions and the machine
+    functions: tuple[FunctionResult, ...]  # the result of each function
+    missing: tuple[str, ...]  # functions that were not judged
 
 
 def find_finding(record: Record) -> str:

@@ -32,44 +32,36 @@ TraceStep = tuple[tuple[int, int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FormCases:
-    """The cases of one storage form.
+    """The cases of one storage form."""
 
-    Attributes:
-      models: two models of the covering arrays: one varies features, the other varies sizes.
-      find_models: returns the two models for a kernel, from whether it writes pages and from the opt-in features that
-        it offers; None if every kernel of the form uses `models`.
-      plain: a plain case, which every kernel of the form supports.
-      draw_cases: returns the Hypothesis strategy for cases of the given phases and formats of caches.
-      caches: the formats of caches that a kernel of the form may take.
-      further_sequences: by name, sequences that no case of the grid has, as the fields of `Case` to change.
-      other_masks: mask specs that fit any case of the form; None if they depend on the case (`list_other_masks`).
-      has_sized_sequences: whether `stored_cases.with_length` gives a case as many slots as its sequence has tokens.
-      trace_fields: fields of `Case` for the cases of server traces. The first entry that a kernel supports is used.
-      trace_sizes: the sizes of pages or rings to try in the cases of server traces, in order.
-      trace_windows: the left sides of the windows in the cases of server traces, as a case id writes them.
-      iter_trace_layouts: yields the layout of each step of a trace; its arguments are the case, the steps, and B, T and
-        S of a step. None if the form has no traces.
-      build_compiled: builds the cases that are compiled for accelerators.
-      build_interpreted: builds the cases that run in the accelerators' interpreters, in groups. From each group, the
-        first case that a kernel supports is used.
-      signature_cases: pairs of a case id without its seed, and the checks beside `forward` and `gradients` that judge
-        the case (`cases.signature_cases`).
-    """
-
-    models: tuple[Model, Model]
+    models: tuple[Model, Model]  # two models of the covering arrays: one varies features, the other varies sizes
+    # Returns the two models for a kernel, from whether it writes pages and from the opt-in features that it offers;
+    # None if every kernel of the form uses `models`.
     find_models: Callable[[bool, frozenset[str]], tuple[Model, Model]] | None = None
-    plain: Case
+    plain: Case  # a plain case, which every kernel of the form supports
+    # Returns the Hypothesis strategy for cases of the given phases and formats of caches.
     draw_cases: Callable[[tuple[str, ...], Caches], st.SearchStrategy[Case]]
-    caches: Caches = (None,)
+    caches: Caches = (None,)  # the formats of caches that a kernel of the form may take
+    # By name, sequences that no case of the grid has, as the fields of `Case` to change.
     further_sequences: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    # Mask specs that fit any case of the form; None if they depend on the case (`list_other_masks`).
     other_masks: tuple[str, ...] | None = None
+    # Whether `stored_cases.with_length` gives a case as many slots as its sequence has tokens.
     has_sized_sequences: bool = False
+    # Fields of `Case` for the cases of server traces. The first entry that a kernel supports is used.
     trace_fields: tuple[Mapping[str, Any], ...] = ()
-    trace_sizes: tuple[int, ...] = ()
+    trace_sizes: tuple[int, ...] = ()  # the sizes of pages or rings to try in the cases of server traces, in order
+    # The left sides of the windows in the cases of server traces, as a case id writes them.
     trace_windows: tuple[str, ...] = ()
+    # Yields the layout of each step of a trace; its arguments are the case, the steps, and B, T and S of a step. None
+    # if the form has no traces.
     iter_trace_layouts: Callable[[Case, Sequence[TraceStep], tuple[int, int, int]], Iterator[Storage]] | None = None
-    build_compiled: Callable[[], tuple[Case, ...]] = tuple
+    build_compiled: Callable[[], tuple[Case, ...]] = tuple  # builds the cases that are compiled for accelerators
+    # Builds the cases that run in the accelerators' interpreters, in groups. From each group, the first case that a
+    # kernel supports is used.
     build_interpreted: Callable[[], tuple[tuple[Case, ...], ...]] = tuple
+    # Pairs of a case id without its seed, and the checks beside `forward` and `gradients` that judge the case
+    # (`cases.signature_cases`).
     signature_cases: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 

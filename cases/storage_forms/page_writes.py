@@ -36,16 +36,11 @@ class TokenSlots:
     """The place in the pages that each packed token is written to; all arrays are int32 `[total_q]`.
 
     Tokens of padding, past the last sequence, have `NOBODY` in all arrays.
-
-    Attributes:
-      key: the token's key in the dense problem, `b * S + j`.
-      page: the page that the token is written to.
-      row: the row within that page.
     """
 
-    key: np.ndarray
-    page: np.ndarray
-    row: np.ndarray
+    key: np.ndarray  # the token's key in the dense problem, `b * S + j`
+    page: np.ndarray  # the page that the token is written to
+    row: np.ndarray  # the row within that page
 
     @functools.cached_property
     def there(self) -> np.ndarray:
@@ -91,19 +86,13 @@ def find_write_refusal(case: Case) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Writing:
-    """The inputs of a call that writes pages, and the pages that it must return.
+    """The inputs of a call that writes pages, and the pages that it must return."""
 
-    Attributes:
-      tokens: `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
-      before: `k_pages` and `v_pages` as the call gets them.
-      after: `k_pages` and `v_pages` as the call must return them.
-      written: whether the call writes each row, booleans `[pages, page_size]`.
-    """
-
+    # `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
     tokens: Mapping[str, np.ndarray]
-    before: Mapping[str, np.ndarray]
-    after: Mapping[str, np.ndarray]
-    written: np.ndarray
+    before: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call gets them
+    after: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call must return them
+    written: np.ndarray  # whether the call writes each row, booleans `[pages, page_size]`
 
 
 def build_writing(

@@ -31,20 +31,15 @@ class CompilerRequests:
 
 @dataclasses.dataclass(frozen=True)
 class ObservedProgram:
-    """A program compiled for an absent accelerator, in all its stages.
-
-    Attributes:
-      folder: a temporary folder with the files that an observer asked the compiler to write.
-      printed: lines that the compiler of Mosaic GPU kernels printed.
-      depths: the head dimensions of keys and of values (H, V), if the program is attention; otherwise None.
-    """
+    """A program compiled for an absent accelerator, in all its stages."""
 
     target: CompileTarget
     traced: Any
     lowered: Any
     compiled: Any
-    folder: Path
-    printed: list[str]
+    folder: Path  # a temporary folder with the files that an observer asked the compiler to write
+    printed: list[str]  # lines that the compiler of Mosaic GPU kernels printed
+    # The head dimensions of keys and of values (H, V), if the program is attention; otherwise None.
     depths: tuple[int, int] | None
 
 

@@ -73,7 +73,7 @@ def load_subject(
         yield JudgedSubject(dataclasses.replace(found, name=label), describe_expression(label), is_sandboxed=True)
 
 
-def describe_function(function: object) -> str:
+def describe_function(function: Any) -> str:
     """Return a name for what a caller passes: that of the function, or of the class of an object."""
     if isinstance(function, str):
         return make_printable(function)
@@ -84,7 +84,7 @@ def describe_function(function: object) -> str:
     return make_printable(str(name))
 
 
-def describe_function_with_module(function: object) -> str:
+def describe_function_with_module(function: Any) -> str:
     """Return a name for what a caller passes that differs between modules: `module:function`."""
     if isinstance(function, str | Implementation):
         return describe_function(function)

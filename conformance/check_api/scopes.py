@@ -89,31 +89,23 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The selection of cases that a check runs on.
+    """The selection of cases that a check runs on."""
 
-    Attributes:
-      name: the name of the scope in `list checks` and in messages.
-      about: a short description of its cases.
-      cases: a function that lists its cases for one implementation, level and base seed.
-      contains: a function that says whether a case belongs to the scope. A case that the user names gets the checks of
-        all scopes that contain it.
-      accepts_any_case: a function that says whether a check may run on every supported case of an implementation, if
-        the user names the check.
-      short: whether few programs have to be compiled for a case.
-      supported: whether the implementation supports the cases. If not, it must refuse them.
-      seeded: whether results depend on the values of operands. If not, the cases of one seed are enough.
-      without_accelerator: a function that returns the call to judge if the implementation's accelerator is missing, or
-        None if nothing can be judged without it.
-    """
-
-    name: str
-    about: str
+    name: str  # the name of the scope in `list checks` and in messages
+    about: str  # a short description of its cases
+    # A function that lists its cases for one implementation, level and base seed.
     cases: Callable[[ImplementationGrids], tuple[Case, ...]]
+    # A function that says whether a case belongs to the scope. A case that the user names gets the checks of all scopes
+    # that contain it.
     contains: Callable[[ImplementationGrids, Case], bool]
+    # A function that says whether a check may run on every supported case of an implementation, if the user names the
+    # check.
     accepts_any_case: Callable[[Implementation], bool] = lambda implementation: False
-    short: bool = False
-    supported: bool = True
-    seeded: bool = True
+    short: bool = False  # whether few programs have to be compiled for a case
+    supported: bool = True  # whether the implementation supports the cases. If not, it must refuse them.
+    seeded: bool = True  # whether results depend on the values of operands. If not, the cases of one seed are enough.
+    # A function that returns the call to judge if the implementation's accelerator is missing, or None if nothing can
+    # be judged without it.
     without_accelerator: Callable[[Implementation], Callable[..., Any] | None] | None = None
 
 

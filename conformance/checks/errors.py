@@ -51,19 +51,14 @@ def check_errors(subject: Subject) -> Iterator[Judgement]:
 
 @dataclasses.dataclass(frozen=True)
 class _WrongCall:
-    """A call with wrong arguments, which an implementation should refuse.
-
-    Attributes:
-      names: words, one of which the error's message must contain.
-      traced: the name of the argument that is a tracer in the call; empty if there is none.
-      meant: the problem that the arguments may reasonably mean. An implementation may accept the call if its result is
-        right for this problem. None if the call must be refused.
-    """
+    """A call with wrong arguments, which an implementation should refuse."""
 
     observable: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # words, one of which the error's message must contain
     given: Mapping[str, Any]
-    traced: str = ""
+    traced: str = ""  # the name of the argument that is a tracer in the call; empty if there is none
+    # The problem that the arguments may reasonably mean. An implementation may accept the call if its result is right
+    # for this problem. None if the call must be refused.
     meant: Problem | None = None
 
 

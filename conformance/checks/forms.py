@@ -27,18 +27,12 @@ from reports import records
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """A call with an argument in another form.
+    """A call with an argument in another form."""
 
-    Attributes:
-      name: the name of the form. The observable is `out.` followed by this name.
-      meant: the problem that the call means, which the oracle gets.
-      case: the case of `meant`, if it is not the subject's case.
-    """
-
-    name: str
-    meant: Problem
+    name: str  # the name of the form. The observable is `out.` followed by this name.
+    meant: Problem  # the problem that the call means, which the oracle gets
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    case: Case | None = None
+    case: Case | None = None  # the case of `meant`, if it is not the subject's case
 
 
 def check_forms(subject: Subject) -> Iterator[Judgement]:

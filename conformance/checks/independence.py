@@ -34,17 +34,12 @@ from reports.records import Worst
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The part of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries.
+    """The part of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries."""
 
-    Attributes:
-      name: the name of the part, the last part of the names of judgements such as `out.first`.
-      heads: the query heads that read this key/value head.
-    """
-
-    name: str
+    name: str  # the name of the part, the last part of the names of judgements such as `out.first`
     batch: int
     kv_head: int
-    heads: slice
+    heads: slice  # the query heads that read this key/value head
     rows: slice
 
 

@@ -65,22 +65,16 @@ def measure_vmem_bytes(program: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """One HLO instruction of the schedule.
-
-    Attributes:
-      sizes: bytes of the result; one number for each array if the result is a tuple.
-      shared: pairs (index of an array of the result, index of the operand whose buffer that array reuses).
-      put_together: whether the result joins operands that are already adjacent in memory, without copying them.
-      index: for a get-tuple-element, the index of the tuple's element; otherwise None.
-    """
+    """One HLO instruction of the schedule."""
 
     name: str
     opcode: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of the result; one number for each array if the result is a tuple
     operands: tuple[str, ...]
+    # Pairs (index of an array of the result, index of the operand whose buffer that array reuses).
     shared: tuple[tuple[int, int], ...]
-    put_together: bool
-    index: int | None
+    put_together: bool  # whether the result joins operands that are already adjacent in memory, without copying them
+    index: int | None  # for a get-tuple-element, the index of the tuple's element; otherwise None
 
 
 def measure_live_bytes(program: str) -> int | None:

@@ -51,25 +51,16 @@ class Calls:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCalls:
-    """The jitted calls of an implementation for one set of static keywords; each is compiled on first use.
+    """The jitted calls of an implementation for one set of static keywords; each is compiled on first use."""
 
-    Attributes:
-      forward: from arrays to `out`.
-      residuals: from arrays to `(out, residuals)`.
-      part: from arrays to the unnormalised part, or None.
-      calls: from arrays to the results of the three calls above, as one program.
-      gradients: from arrays and a cotangent of `out` to `(out, gradients)`.
-      gradients_lse: from arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
-      forward_and_gradients: from arrays and a cotangent of `out` to the results of `forward` and of `gradients`, as one
-        program.
-    """
-
-    forward: Callable[[Arrays], Any]
-    residuals: Callable[[Arrays], Any]
-    part: Callable[[Arrays], Any]
-    calls: Callable[[Arrays], Any]
-    gradients: Callable[[Arrays, Any], Any]
+    forward: Callable[[Arrays], Any]  # from arrays to `out`
+    residuals: Callable[[Arrays], Any]  # from arrays to `(out, residuals)`
+    part: Callable[[Arrays], Any]  # from arrays to the unnormalised part, or None
+    calls: Callable[[Arrays], Any]  # from arrays to the results of the three calls above, as one program
+    gradients: Callable[[Arrays, Any], Any]  # from arrays and a cotangent of `out` to `(out, gradients)`
+    # From arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
     gradients_lse: Callable[[Arrays, Any, Any], Any]
+    # From arrays and a cotangent of `out` to the results of `forward` and of `gradients`, as one program.
     forward_and_gradients: Callable[[Arrays, Any], Any]
 
 

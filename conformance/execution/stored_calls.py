@@ -144,21 +144,15 @@ def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCall:
-    """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results.
+    """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results."""
 
-    Attributes:
-      call: the kernel's call, which takes stored operands and tables.
-      counts: whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without
-        queries and keys.
-      writes: whether the call writes the new tokens into pages.
-      formulas: the formulas of the call, for the residuals of queries that it does not get.
-    """
-
-    call: Callable[..., Any]
+    call: Callable[..., Any]  # the kernel's call, which takes stored operands and tables
     form: StorageForm
+    # Whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without queries
+    # and keys.
     counts: bool
-    writes: bool = False
-    formulas: Formulas = _CONTRACT
+    writes: bool = False  # whether the call writes the new tokens into pages
+    formulas: Formulas = _CONTRACT  # the formulas of the call, for the residuals of queries that it does not get
 
     @classmethod
     def of(

@@ -26,18 +26,13 @@ Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """The outcome of compiling one program.
-
-    Attributes:
-      program: the name of the program, such as `"gradients"`.
-      outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
-      figures: sizes and times that the compiler reports, by name; empty if the program was not compiled.
-    """
+    """The outcome of compiling one program."""
 
     target: str
-    program: str
-    outcome: str
+    program: str  # the name of the program, such as `"gradients"`
+    outcome: str  # `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`
     reason: str = ""
+    # Sizes and times that the compiler reports, by name; empty if the program was not compiled.
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

@@ -50,23 +50,18 @@ _MAX_ROUNDS = 2  # probes of the first round may change what findings suspect, w
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """The properties of a case (levels) that a failure seems to depend on.
-
-    Attributes:
-      failing: the id of a case that fails.
-      levels: for each level that the failure seems to need, the fields of a case that decide the level.
-      counters: for each level, values by field that remove the level from a case. Needed if the plain case has the
-        level.
-      examples: changes of the plain case, as values by field. Each makes a case that distinguishes suspicions.
-      others: for each level that the failure might need instead, the fields that decide the level.
-    """
+    """The properties of a case (levels) that a failure seems to depend on."""
 
     implementation: str
     check: str
-    failing: str
+    failing: str  # the id of a case that fails
+    # For each level that the failure seems to need, the fields of a case that decide the level.
     levels: tuple[Fields, ...]
+    # For each level, values by field that remove the level from a case. Needed if the plain case has the level.
     counters: tuple[Mapping[str, Any], ...]
+    # Changes of the plain case, as values by field. Each makes a case that distinguishes suspicions.
     examples: tuple[Mapping[str, Any], ...] = ()
+    # For each level that the failure might need instead, the fields that decide the level.
     others: tuple[Fields, ...] = ()
 
     @property

@@ -36,19 +36,13 @@ _ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
 
 @dataclasses.dataclass(frozen=True)
 class FoundServer:
-    """The result of looking for a server of this user.
+    """The result of looking for a server of this user."""
 
-    Attributes:
-      folder: the folder in which the server that was joined keeps data; empty if none was joined.
-      has_stale: whether there is a server that has loaded older sources or packages.
-      end: a descriptor that becomes readable when the joined server ends; -1 if none was joined. Nothing is read.
-      lock: a descriptor that keeps the folder locked; -1 if none was joined.
-    """
-
-    folder: str
-    has_stale: bool
+    folder: str  # the folder in which the server that was joined keeps data; empty if none was joined
+    has_stale: bool  # whether there is a server that has loaded older sources or packages
+    # A descriptor that becomes readable when the joined server ends; -1 if none was joined. Nothing is read.
     end: int = -1
-    lock: int = -1
+    lock: int = -1  # a descriptor that keeps the folder locked; -1 if none was joined
 
 
 def is_supported() -> bool:

@@ -42,19 +42,14 @@ _SERVER_CODE = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """The specification of a requested process, which is pickled and sent to the server.
+    """The specification of a requested process, which is pickled and sent to the server."""
 
-    Attributes:
-      function: the function to run, which must be picklable. Its arguments are the passed file descriptors, then
-        `arguments`.
-      may_fork: whether the process itself may request processes from the fork server.
-    """
-
+    # The function to run, which must be picklable. Its arguments are the passed file descriptors, then `arguments`.
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     environ: Mapping[str, str]
     folder: str
-    may_fork: bool
+    may_fork: bool  # whether the process itself may request processes from the fork server
 
 
 class ForkedProcess:

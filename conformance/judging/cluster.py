@@ -36,19 +36,13 @@ class ClusterError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A connection to a Dask cluster whose workers can judge for this process.
+    """A connection to a Dask cluster whose workers can judge for this process."""
 
-    Attributes:
-      pool: runs tasks on the workers.
-      environment: facts for the run record: the devices and flags of workers on another platform, by platform.
-      description: one line that says how many workers there are, and where.
-      close: ends the connection, and the kernels' processes on the workers.
-    """
-
-    pool: ExecutorPool
+    pool: ExecutorPool  # runs tasks on the workers
+    # Facts for the run record: the devices and flags of workers on another platform, by platform.
     environment: Mapping[str, str]
-    description: str
-    close: Callable[[], None]
+    description: str  # one line that says how many workers there are, and where
+    close: Callable[[], None]  # ends the connection, and the kernels' processes on the workers
 
 
 def connect(address: str, conditions: Conditions) -> Cluster:

@@ -93,17 +93,13 @@ _WRONG = frozenset({records.FAIL, records.ERROR})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The limits after which an exploration stops, and its seed.
+    """The limits after which an exploration stops, and its seed."""
 
-    Attributes:
-      seconds: time for drawing and judging; None for no limit. A case whose judging has begun is finished.
-      examples: the largest number of cases to judge; None for no limit.
-      seed: the seed of all draws. The same seed draws the same cases for the same kernel and the same version of
-        Hypothesis, which takes constants from the source of the code that it tests.
-    """
-
+    # Time for drawing and judging; None for no limit. A case whose judging has begun is finished.
     seconds: float | None
-    examples: int | None
+    examples: int | None  # the largest number of cases to judge; None for no limit
+    # The seed of all draws. The same seed draws the same cases for the same kernel and the same version of Hypothesis,
+    # which takes constants from the source of the code that it tests.
     seed: int
 
     def __post_init__(self) -> None:

@@ -30,23 +30,15 @@ _UNLABELLED = frozenset({"declared", "tolerances"})  # facts whose values are ta
 
 @dataclasses.dataclass(frozen=True)
 class _ProvenanceGroup:
-    """The runs of one provenance that judged an implementation on a platform, and their records.
+    """The runs of one provenance that judged an implementation on a platform, and their records."""
 
-    Attributes:
-      implementation: the name of the implementation.
-      platform: the platform on which it was judged.
-      label: a few words that distinguish this provenance from others; empty if there is only one.
-      runs: the runs. `run` of each is None if the file has no run record: then the provenance is unknown.
-      records: the records of this implementation and platform.
-      probes: the records of its probes.
-    """
-
-    implementation: str
-    platform: str
-    label: str
+    implementation: str  # the name of the implementation
+    platform: str  # the platform on which it was judged
+    label: str  # a few words that distinguish this provenance from others; empty if there is only one
+    # The runs. `run` of each is None if the file has no run record: then the provenance is unknown.
     runs: tuple[RecordedRun, ...]
-    records: tuple[Record, ...]
-    probes: tuple[Record, ...] = ()
+    records: tuple[Record, ...]  # the records of this implementation and platform
+    probes: tuple[Record, ...] = ()  # the records of its probes
 
     @property
     def name(self) -> str:

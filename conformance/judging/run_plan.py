@@ -23,36 +23,27 @@ from reports.records import CoveringArraySize
 
 @dataclasses.dataclass(frozen=True)
 class CoveringArrays:
-    """The covering arrays of an implementation and the rows of its cases.
+    """The covering arrays of an implementation and the rows of its cases."""
 
-    Attributes:
-      arrays: the strength and number of combinations of each array.
-      rows: for each case id, the case's row in each array, one character for each axis; empty if it has none.
-      declined: number of unsupported cases whose refusal is checked, one for each unsupported level of a feature.
-      parted: counts over pairs of an operand and a mask that the implementation supports singly: the pairs that it does
-        not support together, and all pairs.
-    """
-
-    arrays: tuple[CoveringArraySize, ...]
+    arrays: tuple[CoveringArraySize, ...]  # the strength and number of combinations of each array
+    # For each case id, the case's row in each array, one character for each axis; empty if it has none.
     rows: Mapping[str, tuple[str, ...]]
-    declined: int
+    declined: int  # number of unsupported cases whose refusal is checked, one for each unsupported level of a feature
+    # Counts over pairs of an operand and a mask that the implementation supports singly: the pairs that it does not
+    # support together, and all pairs.
     parted: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, and how much of the covering arrays they cover.
+    """The jobs of a run, and how much of the covering arrays they cover."""
 
-    Attributes:
-      jobs: the jobs, in the order in which they are judged.
-      coverage: how much of the covering arrays the cases cover, one table row for each implementation.
-      arrays: the covering arrays of each implementation, by its name.
-      whole: number of jobs of each implementation, by its name, before a query narrows the cases.
-    """
-
-    jobs: tuple[Job, ...]
+    jobs: tuple[Job, ...]  # the jobs, in the order in which they are judged
+    # How much of the covering arrays the cases cover, one table row for each implementation.
     coverage: tuple[dict[str, Any], ...]
+    # The covering arrays of each implementation, by its name.
     arrays: Mapping[str, CoveringArrays] = dataclasses.field(default_factory=dict)
+    # Number of jobs of each implementation, by its name, before a query narrows the cases.
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def find_rows(self, job: Job) -> tuple[str, ...]:

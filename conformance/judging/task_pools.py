@@ -94,17 +94,11 @@ class LocalPool:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGroup:
-    """The workers of an executor that have the same platform.
+    """The workers of an executor that have the same platform."""
 
-    Attributes:
-      executor: submits calls to these workers.
-      conditions: what these workers must have in common with this process.
-      count_workers: returns the number of these workers at this moment.
-    """
-
-    executor: concurrent.futures.Executor
-    conditions: Conditions
-    count_workers: Callable[[], int]
+    executor: concurrent.futures.Executor  # submits calls to these workers
+    conditions: Conditions  # what these workers must have in common with this process
+    count_workers: Callable[[], int]  # returns the number of these workers at this moment
 
 
 @dataclasses.dataclass(frozen=True)

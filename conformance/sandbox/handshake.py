@@ -22,20 +22,13 @@ MAX_TEXT = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """The message that a kernel's process sends once it has loaded the kernel, and the files that it has read so far.
+    """The message that a kernel's process sends once it has loaded the kernel, and the files that it read so far."""
 
-    Attributes:
-      declared: the kernel's declarations, as plain data (`declaration_codec`).
-      backend: the JAX backend of the kernel's process.
-      count: the number of JAX devices of the kernel's process.
-      confined: the sentence of `confinement.confine_process`, which says whether the process is confined.
-      files: files that the kernel read when it was first loaded, with digests that the judge computed (`loaded_files`).
-    """
-
-    declared: Mapping[str, Any]
-    backend: str
-    count: int
-    confined: str
+    declared: Mapping[str, Any]  # the kernel's declarations, as plain data (`declaration_codec`)
+    backend: str  # the JAX backend of the kernel's process
+    count: int  # the number of JAX devices of the kernel's process
+    confined: str  # whether the process is confined, the sentence of `confinement.confine_process`
+    # Files that the kernel read when it was first loaded, with digests that the judge computed (`loaded_files`).
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -17,24 +17,18 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """The options of a command that concern the kernels that it judges.
+    """The options of a command that concern the kernels that it judges."""
 
-    Attributes:
-      products: the precision in which plain functions multiply f32 operands (`--products`); None if not given.
-      timeout: the most seconds that one call may take; None if not given.
-      memory: the most memory that a kernel's process may take, in GiB; None if not given.
-      problem: the named problem whose operands the kernels take (`--problem`); None if not given.
-      require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
-      handshakes: the first handshakes of kernels, by name, from the process that started this one.
-    """
-
+    # The precision in which plain functions multiply f32 operands (`--products`); None if not given.
     products: Products | None = None
     in_process: bool = False
-    timeout: float | None = None
-    memory: float | None = None
-    problem: str | None = None
+    timeout: float | None = None  # the most seconds that one call may take; None if not given
+    memory: float | None = None  # the most memory that a kernel's process may take, in GiB; None if not given
+    problem: str | None = None  # the named problem whose operands the kernels take (`--problem`); None if not given
     sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
+    # Whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
     require_sandbox: bool = False
+    # The first handshakes of kernels, by name, from the process that started this one.
     handshakes: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -43,19 +43,12 @@ class LoadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class CallRequest:
-    """The request to call a function of this project with an executor of the kernel.
+    """The request to call a function of this project with an executor of the kernel."""
 
-    Attributes:
-      options: options of the compiler.
-      variant: the name of one of the implementation's variants; empty for the implementation itself.
-      generation: a number that distinguishes executors with the same options. Each compiles its own programs.
-      function: a function of `conformance.executor_tasks`, or of another module of this project.
-    """
-
-    options: tuple[tuple[str, bool | int], ...]
-    variant: str
-    generation: int
-    function: Callable[..., Any]
+    options: tuple[tuple[str, bool | int], ...]  # options of the compiler
+    variant: str  # the name of one of the implementation's variants; empty for the implementation itself
+    generation: int  # a number that distinguishes executors with the same options. Each compiles its own programs.
+    function: Callable[..., Any]  # a function of `conformance.executor_tasks`, or of another module of this project
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
 

@@ -45,16 +45,11 @@ _MAX_IMPLICIT_ENTRIES = 2
 
 @dataclasses.dataclass(frozen=True)
 class SandboxPolicy:
-    """The options of a command that concern the sandbox of its kernels.
+    """The options of a command that concern the sandbox of its kernels."""
 
-    Attributes:
-      read: more files and folders that kernels may read (`--sandbox-read`).
-      variables: names of more environment variables that kernels get (`--sandbox-env`).
-      hidden: files that kernels may not read, even in their source trees, since the command writes or compares them.
-    """
-
-    read: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()  # more files and folders that kernels may read (`--sandbox-read`)
+    variables: tuple[str, ...] = ()  # names of more environment variables that kernels get (`--sandbox-env`)
+    # Files that kernels may not read, even in their source trees, since the command writes or compares them.
     hidden: tuple[str, ...] = ()
 
     @property

@@ -48,15 +48,10 @@ _REFUSED_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54, 0xAA)
 
 @dataclasses.dataclass(frozen=True)
 class FilterOptions:
-    """Options that allow more system calls than the common set.
+    """Options that allow more system calls than the common set."""
 
-    Attributes:
-      accelerator: whether the process drives an accelerator by `ioctl`.
-      unix_server: whether the process may serve a Unix socket, for NVIDIA's driver.
-    """
-
-    accelerator: bool = False
-    unix_server: bool = False
+    accelerator: bool = False  # whether the process drives an accelerator by `ioctl`
+    unix_server: bool = False  # whether the process may serve a Unix socket, for NVIDIA's driver
 
 
 class _Instruction(ctypes.Structure):

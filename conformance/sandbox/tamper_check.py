@@ -61,20 +61,13 @@ _MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class WatchedNamespace:
-    """The watched names of one namespace. Comparing them together is faster than one by one.
+    """The watched names of one namespace. Comparing them together is faster than one by one."""
 
-    Attributes:
-      namespace: the variables of a module, the attributes of a class, or `sys.modules`.
-      get_objects: returns the objects that the names refer to. It takes the namespace, and raises `KeyError` if a name
-        is missing.
-      objects: the objects before the kernel was imported.
-      absent: names that must not appear.
-    """
-
-    namespace: Mapping[str, Any]
+    namespace: Mapping[str, Any]  # the variables of a module, the attributes of a class, or `sys.modules`
+    # Returns the objects that the names refer to. It takes the namespace, and raises `KeyError` if a name is missing.
     get_objects: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    objects: tuple[Any, ...]
-    absent: frozenset[str]
+    objects: tuple[Any, ...]  # the objects before the kernel was imported
+    absent: frozenset[str]  # names that must not appear
 
     def is_unchanged(self) -> bool:
         """Tell whether every name refers to the same object as before."""
@@ -92,19 +85,15 @@ class NameSnapshot:
     """The objects that watched names referred to before the kernel was imported.
 
     Plain tuples are used for speed, since all names are compared after each call.
-
-    Attributes:
-      bindings: for each watched name a label, the namespace, the name in the namespace, and the object.
-      namespaces: the same bindings, grouped by namespace.
-      functions: for each watched function a label, the function, its code, its defaults and its keyword defaults.
-      referents: all objects that the watched functions referred to when they were last found unchanged.
-      jit_disabled: whether `jit` was switched off before the kernel was imported, for example by `JAX_DISABLE_JIT`.
     """
 
+    # For each watched name a label, the namespace, the name in the namespace, and the object.
     bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
-    namespaces: tuple[WatchedNamespace, ...]
+    namespaces: tuple[WatchedNamespace, ...]  # the same bindings, grouped by namespace
+    # For each watched function a label, the function, its code, its defaults and its keyword defaults.
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    referents: list[Any]
+    referents: list[Any]  # all objects that the watched functions referred to when they were last found unchanged
+    # Whether `jit` was switched off before the kernel was imported, for example by `JAX_DISABLE_JIT`.
     jit_disabled: bool
 
 

@@ -52,18 +52,12 @@ _SIZE_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """A planted bug, and how similar its failures are to those of a kernel.
-
-    Attributes:
-      similarity: Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes.
-      shared: the results that are wrong in both the bug and the kernel.
-      rest: number of the kernel's wrong results that are right in the bug.
-    """
+    """A planted bug, and how similar its failures are to those of a kernel."""
 
     bug: KnownBug
-    similarity: float
-    shared: tuple[Element, ...]
-    rest: int
+    similarity: float  # Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes
+    shared: tuple[Element, ...]  # the results that are wrong in both the bug and the kernel
+    rest: int  # number of the kernel's wrong results that are right in the bug
 
 
 def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:

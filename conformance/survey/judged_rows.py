@@ -35,20 +35,14 @@ _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes
 
 @dataclasses.dataclass(frozen=True)
 class RowOutcome:
-    """The end of the judging of a row.
+    """The end of the judging of a row."""
 
-    Attributes:
-      state: `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`.
-      reason: why it was not judged; empty if it was.
-      seconds: the duration of judging and timing, without the time of an earlier, stopped run.
-    """
-
-    state: str
-    reason: str = ""
+    state: str  # `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`
+    reason: str = ""  # why it was not judged; empty if it was
     functions: tuple[str, ...] = ()
     level: str = ""
     packages: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # the duration of judging and timing, without the time of an earlier, stopped run
 
 
 def read_outcome(folder: Path) -> RowOutcome | None:

@@ -20,20 +20,13 @@ from reports.records import Worst
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far a result is from the oracle, in units of its error bound.
+    """How far a result is from the oracle, in units of its error bound."""
 
-    Attributes:
-      ratio: the largest `|got - expected| / bound` of the judged elements.
-      rms: the root mean square of these ratios.
-      worst: the element with the largest ratio, if any was judged.
-      problem: why the result cannot be compared at all; otherwise empty.
-    """
-
-    ratio: float
-    rms: float
+    ratio: float  # the largest `|got - expected| / bound` of the judged elements
+    rms: float  # the root mean square of these ratios
     count: int
-    worst: Worst | None = None
-    problem: str = ""
+    worst: Worst | None = None  # the element with the largest ratio, if any was judged
+    problem: str = ""  # why the result cannot be compared at all; otherwise empty
 
     @classmethod
     def malformed(cls, problem: str) -> Comparison:

@@ -100,17 +100,12 @@ class OperandErrors:
     To first order, an error of an operand adds to every product that the operand enters. With `dq`, `dk` and `dv` for
     the errors of q, k and v, it adds `scale (dq |k| + |q| dk)` to err(x), `sum_j p dv` to E(out), `sum_d |do| dv` to
     err(dp), `scale sum |dx| dk` to E(dq), and `scale sum |dx| dq` to E(dk).
-
-    Attributes:
-      q: largest error of each query, `[B, T, N, H]`.
-      k: largest error of each key, `[B, S, K, H]`.
-      v: largest error of each value, `[B, S, K, V]`.
     """
 
     dtype: str
-    q: Array
-    k: Array
-    v: Array
+    q: Array  # largest error of each query, `[B, T, N, H]`
+    k: Array  # largest error of each key, `[B, S, K, H]`
+    v: Array  # largest error of each value, `[B, S, K, V]`
 
     def of(self, slab: Slab, rows: Array | slice = slice(None)) -> OperandErrors:
         """Select the errors of one slab's operands: q `[G, T, H]`, k `[S, H]`, v `[S, V]`.
@@ -124,14 +119,10 @@ class OperandErrors:
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """Exact results with their bounds.
+    """Exact results with their bounds."""
 
-    Attributes:
-      forward: `out [B, T, N, V]`, `logsumexp [B, N, T]` and `max_logits [B, N, T]` by name.
-      gradients: gradients by name (`dq`, `dk`, ...), one mapping for each cotangent, in the order of the cotangents.
-    """
-
-    forward: dict[str, Bounded]
+    forward: dict[str, Bounded]  # `out [B, T, N, V]`, `logsumexp [B, N, T]` and `max_logits [B, N, T]` by name
+    # Gradients by name (`dq`, `dk`, ...), one mapping for each cotangent, in the order of the cotangents.
     gradients: tuple[dict[str, Bounded], ...]
 
 

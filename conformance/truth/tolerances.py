@@ -46,17 +46,11 @@ _RMS_STEPS_PER_UNIT = 10  # limits of the root mean square are rounded up to a t
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Limits on one observable in one dtype, in units of its error bound.
+    """Limits on one observable in one dtype, in units of its error bound."""
 
-    Attributes:
-      ratio: the largest allowed ratio.
-      rms: the largest allowed root mean square of the ratios.
-      source: a sentence for reports that says where both numbers come from.
-    """
-
-    ratio: float
-    rms: float
-    source: str
+    ratio: float  # the largest allowed ratio
+    rms: float  # the largest allowed root mean square of the ratios
+    source: str  # a sentence for reports that says where both numbers come from
 
 
 @dataclasses.dataclass(frozen=True)

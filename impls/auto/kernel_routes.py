@@ -23,19 +23,14 @@ and backward in f32 on CPU under a causal mask: the loop over blocks took 0.84 o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call.
-
-    Attributes:
-      platform: platform of the process for which the kernel is chosen; None for any.
-      special: whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
-      up_to_logits: largest `B * N * T * S` for which the kernel is chosen; None for any.
-    """
+    """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call."""
 
     kernel: Implementation
-    platform: str | None = None
+    platform: str | None = None  # platform of the process for which the kernel is chosen; None for any
     phases: tuple[Phase, ...] = PHASES
+    # Whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
     special: bool = False
-    up_to_logits: int | None = None
+    up_to_logits: int | None = None  # largest `B * N * T * S` for which the kernel is chosen; None for any
 
     def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
         """Return why the kernel is not chosen, or None if it is. `said` is true if the caller named the phase."""

@@ -44,19 +44,12 @@ class InvalidLibrary(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """A Python environment for one version of a library.
+    """A Python environment for one version of a library."""
 
-    Attributes:
-      python: the version of Python, as `3.12`.
-      requirements: what is installed, the library first, as pip takes it.
-      without_dependencies: what is installed afterwards, without its dependencies.
-      resolved: the day whose newest releases fill what the requirements leave open.
-    """
-
-    python: str
-    requirements: tuple[str, ...]
-    without_dependencies: tuple[str, ...]
-    resolved: datetime.date
+    python: str  # the version of Python, as `3.12`
+    requirements: tuple[str, ...]  # what is installed, the library first, as pip takes it
+    without_dependencies: tuple[str, ...]  # what is installed afterwards, without its dependencies
+    resolved: datetime.date  # the day whose newest releases fill what the requirements leave open
 
 
 @dataclasses.dataclass(frozen=True)

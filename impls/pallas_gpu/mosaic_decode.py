@@ -73,24 +73,16 @@ _ALIGNMENT = 1024  # bytes; each buffer starts at a multiple
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """Static part of a launch. It also has what `impls.pallas_gpu.mosaic_tiles` needs to know of a call.
-
-    Attributes:
-      rows: rows of queries per tile that are copied in and out, a multiple of 8; the others are zeros.
-      columns: programs per share, one for each set of query heads that is computed together.
-      columns_per_head: columns of one key/value head.
-      dtype: dtype of queries, in which tiles are multiplied.
-      stored_dtype: dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`.
-    """
+    """Static part of a launch. It also has what `impls.pallas_gpu.mosaic_tiles` needs to know of a call."""
 
     head_dim: int
     v_head_dim: int
-    rows: int
-    columns: int
-    columns_per_head: int
+    rows: int  # rows of queries per tile that are copied in and out, a multiple of 8; the others are zeros
+    columns: int  # programs per share, one for each set of query heads that is computed together
+    columns_per_head: int  # columns of one key/value head
     page_size: int
-    dtype: Any
-    stored_dtype: Any
+    dtype: Any  # dtype of queries, in which tiles are multiplied
+    stored_dtype: Any  # dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`
     scale: float
     soft_cap: float | None
     interpret: Interpret

@@ -181,34 +181,23 @@ Phase = Literal["forward", "dq", "dkv"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplashPlan:
-    """Static part of a kernel object; equal plans share compiled functions.
+    """Static part of a kernel object; equal plans share compiled functions."""
 
-    Attributes:
-      mask: the mask as a formula; None if mask blocks are stored.
-      q_length: queries of one shard, T.
-      kv_length: S.
-      scale: factor of the logits; None for `1 / sqrt(H)`.
-      precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
-      mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
-      save_max_logits: whether the forward pass computes `max_logits`.
-      checkpoint_name: name of the backward pass's residuals for `jax.checkpoint` policies.
-      vmem_limit_bytes: VMEM a kernel may use; None for the capacity of the chip.
-    """
-
-    mask: Mask | None
+    mask: Mask | None  # the mask as a formula; None if mask blocks are stored
     num_q_heads: int
     num_kv_heads: int
-    q_length: int
-    kv_length: int
-    scale: float | None
+    q_length: int  # queries of one shard, T
+    kv_length: int  # S
+    scale: float | None  # factor of the logits; None for `1 / sqrt(H)`
     soft_cap: float | None
     block_sizes: BlockSizes
     layouts: Layouts
+    # How f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
     precision: Precision
-    mask_value: float
-    save_max_logits: bool
-    checkpoint_name: str | None
-    vmem_limit_bytes: int | None
+    mask_value: float  # `logsumexp` and `max_logits` of queries that may attend to nothing
+    save_max_logits: bool  # whether the forward pass computes `max_logits`
+    checkpoint_name: str | None  # name of the backward pass's residuals for `jax.checkpoint` policies
+    vmem_limit_bytes: int | None  # VMEM a kernel may use; None for the capacity of the chip
     interpret: Interpret
     forward: StepKinds
     dq: StepKinds
@@ -302,22 +291,12 @@ def build_call(phase: Phase, plan: SplashPlan, operands: Operands) -> KernelCall
 
 @dataclasses.dataclass(frozen=True)
 class StepKinds:
-    """Kinds of steps that occur in the lists. A kernel has code for no other kind.
+    """Kinds of steps that occur in the lists. A kernel has code for no other kind."""
 
-    Attributes:
-      full: whether there are pairs of blocks without a hidden position.
-      masked: whether there are partially hidden pairs of blocks.
-      empty: whether there are steps that compute nothing.
-      stored: whether masked blocks are stored.
-      parts: whether some parts of masked blocks are completely hidden.
-      dead: whether there may be keys that no query may attend to; their k and v may be NaN.
-      diagonals: diagonals that the kernel has specialised code for (`Band`).
-    """
-
-    full: bool
-    masked: bool
-    empty: bool
-    stored: bool
-    parts: bool
-    dead: bool
-    diagonals: tuple[int, ...] = ()
+    full: bool  # whether there are pairs of blocks without a hidden position
+    masked: bool  # whether there are partially hidden pairs of blocks
+    empty: bool  # whether there are steps that compute nothing
+    stored: bool  # whether masked blocks are stored
+    parts: bool  # whether some parts of masked blocks are completely hidden
+    dead: bool  # whether there may be keys that no query may attend to; their k and v may be NaN
+    diagonals: tuple[int, ...] = ()  # diagonals that the kernel has specialised code for (`Band`)

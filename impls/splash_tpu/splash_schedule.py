@@ -38,17 +38,12 @@ class Band(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """A run of keys that is computed at once for the queries of a part.
+    """A run of keys that is computed at once for the queries of a part."""
 
-    Attributes:
-      start: index of the first key in the block.
-      masked: whether the mask hides any of these keys from any query of the part.
-      diagonal: `j - i` of the run's first key and the part's first query; None if known at run time only.
-    """
-
-    start: int
+    start: int  # index of the first key in the block
     size: int
-    masked: bool
+    masked: bool  # whether the mask hides any of these keys from any query of the part
+    # `j - i` of the run's first key and the part's first query; None if known at run time only.
     diagonal: int | None = None
 
 
@@ -183,23 +178,15 @@ Order = Literal["q", "kv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Steps:
-    """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list.
-
-    Attributes:
-      head: query head in its group, for order `"kv"` with a mask per head; else None.
-      flags: `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on.
-      place: index of the step's block in `stored`; None if the mask is a formula.
-      stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`.
-      total: number of steps, if known at run time only (`impls.splash_tpu.splash_packed`).
-    """
+    """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list."""
 
     q: Any
     kv: Any
-    head: Any
-    flags: Any
-    place: Any
-    stored: Any
-    total: Any = None
+    head: Any  # query head in its group, for order `"kv"` with a mask per head; else None
+    flags: Any  # `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on
+    place: Any  # index of the step's block in `stored`; None if the mask is a formula
+    stored: Any  # mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`
+    total: Any = None  # number of steps, if known at run time only (`impls.splash_tpu.splash_packed`)
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,22 +78,15 @@ _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Level:
-    """A property of a case that a fault may depend on.
+    """A property of a case that a fault may depend on."""
 
-    Attributes:
-      odds: the prior penalty, in nats: how much less likely a fault depends on this level than on a plain one.
-      name: the name of the level, such as `sinks` or `T != S`.
-      words: the phrase for the end of a sentence, such as "with sinks" or "when T is not S".
-      fields: the fields of `Case` that decide whether a case has the level.
-      example: pairs of a field and a value that give a plain case the level, with few similar levels.
-      counter: pairs of a field and a value that remove the level from a plain case that has it.
-    """
-
-    odds: float
-    name: str
-    words: str
-    fields: tuple[str, ...]
+    odds: float  # the prior penalty, in nats: how much less likely a fault depends on this level than on a plain one
+    name: str  # the name of the level, such as `sinks` or `T != S`
+    words: str  # the phrase for the end of a sentence, such as "with sinks" or "when T is not S"
+    fields: tuple[str, ...]  # the fields of `Case` that decide whether a case has the level
+    # Pairs of a field and a value that give a plain case the level, with few similar levels.
     example: tuple[tuple[str, Any], ...] = ()
+    # Pairs of a field and a value that remove the level from a plain case that has it.
     counter: tuple[tuple[str, Any], ...] = ()
 
     @property

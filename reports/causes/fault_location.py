@@ -63,16 +63,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """A combination of levels.
+    """A combination of levels."""
 
-    Attributes:
-      levels: the indices of the levels; an empty tuple means every row.
-      rows: the rows that have all the levels, as a bit mask.
-      others: the levels of other combinations with the same rows, which no row distinguishes from this one.
-    """
-
-    levels: tuple[int, ...]
-    rows: int
+    levels: tuple[int, ...]  # the indices of the levels; an empty tuple means every row
+    rows: int  # the rows that have all the levels, as a bit mask
+    # The levels of other combinations with the same rows, which no row distinguishes from this one.
     others: tuple[tuple[int, ...], ...] = ()
 
 

@@ -50,22 +50,17 @@ _SIZE_LETTERS = {
 
 @dataclasses.dataclass(frozen=True)
 class FindingText:
-    """The text of a finding in a report.
-
-    Attributes:
-      title: one sentence that says which results are wrong, and with which features of a case, such as "out is wrong
-        with sinks".
-      facts: the other facts about the finding, one line each.
-      evidence: the measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line
-        each.
-      diagnosis: the planted bugs that the finding resembles; None if it was not compared with any.
-    """
+    """The text of a finding in a report."""
 
     number: int
     finding: Finding
+    # One sentence that says which results are wrong, and with which features of a case, such as "out is wrong with
+    # sinks".
     title: str
-    facts: tuple[str, ...]
+    facts: tuple[str, ...]  # the other facts about the finding, one line each
+    # The measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line each.
     evidence: tuple[str, ...]
+    # The planted bugs that the finding resembles; None if it was not compared with any.
     diagnosis: Diagnosis | None = None
     resemblance: tuple[str, ...] = ()
 

@@ -27,18 +27,13 @@ A case that passes after any change is close to a limit, and its levels say noth
 
 @dataclasses.dataclass(frozen=True)
 class NearestPassing:
-    """The plainest case that fails with some levels, and the passing cases nearest to it.
+    """The plainest case that fails with some levels, and the passing cases nearest to it."""
 
-    Attributes:
-      smallest: the record of the failing case.
-      without: for each level, the id of a passing case without the level that is otherwise the same. An entry is empty
-        if there is no such case.
-      passes: the id of a passing case that has all the levels and is otherwise plain; empty if there is none.
-    """
-
-    smallest: Record
+    smallest: Record  # the record of the failing case
+    # For each level, the id of a passing case without the level that is otherwise the same. An entry is empty if there
+    # is no such case.
     without: tuple[str, ...] = ()
-    passes: str = ""
+    passes: str = ""  # the id of a passing case that has all the levels and is otherwise plain; empty if there is none
 
 
 def find_nearest_passing(

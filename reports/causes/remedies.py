@@ -37,19 +37,12 @@ class MaskLeak:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration under which failures pass, as far as they were judged again.
+    """A declaration under which failures pass, as far as they were judged again."""
 
-    Attributes:
-      declaration: the declaration, as an argument in a call of `declare`.
-      count: the number of failures that pass under the declaration.
-      tried: the number of failures that were judged again under any declaration.
-      checks: the checks of the failures that pass under the declaration, the most frequent first.
-    """
-
-    declaration: str
-    count: int
-    tried: int
-    checks: tuple[str, ...]
+    declaration: str  # the declaration, as an argument in a call of `declare`
+    count: int  # the number of failures that pass under the declaration
+    tried: int  # the number of failures that were judged again under any declaration
+    checks: tuple[str, ...]  # the checks of the failures that pass under the declaration, the most frequent first
 
 
 def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:

@@ -65,25 +65,19 @@ PAIRS_PER_FIGURE = 1000
 
 @dataclasses.dataclass(frozen=True)
 class LoopKind:
-    """A kind of loop over blocks of attention, recognised by its matrix products.
+    """A kind of loop over blocks of attention, recognised by its matrix products."""
 
-    Attributes:
-      name: name of the result that the loop computes: `forward`, `dq`, `dkv`, or `all` for all gradients.
-      of_pairs: number of products with one result for each pair of a query and a key: (products that sum over the head
-        dimension of keys, such as q k; products that sum over that of values, such as do v).
-      of_sums: number of products that sum over pairs and add to an accumulator of the loop: (products whose result has
-        the head dimension of keys, such as dx k; products whose result has that of values, such as p v).
-      operands: how many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
-      more: largest number of further exponentials, beside one for each pair, as a share of the number of pairs.
-      exponentials: whether the loop computes an exponential for each pair; otherwise it computes none.
-    """
-
-    name: str
+    name: str  # name of the result that the loop computes: `forward`, `dq`, `dkv`, or `all` for all gradients
+    # Number of products with one result for each pair of a query and a key: (products that sum over the head dimension
+    # of keys, such as q k; products that sum over that of values, such as do v).
     of_pairs: tuple[int, int]
+    # Number of products that sum over pairs and add to an accumulator of the loop: (products whose result has the head
+    # dimension of keys, such as dx k; products whose result has that of values, such as p v).
     of_sums: tuple[int, int]
+    # How many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
     operands: int
-    more: float
-    exponentials: bool = True
+    more: float  # largest number of further exponentials, beside one for each pair, as a share of the number of pairs
+    exponentials: bool = True  # whether the loop computes an exponential for each pair; otherwise it computes none
 
 
 # The comments name the products: those with one result for each pair, then those that add to sums.
@@ -101,20 +95,14 @@ _REPETITIONS = (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class LoopBound:
-    """The lower bound for one iteration of a loop, as a warp runs it.
+    """The lower bound for one iteration of a loop, as a warp runs it."""
 
-    Attributes:
-      kind: name of the loop's kind (`LoopKind.name`).
-      pairs: number of pairs of a query and a key in an iteration. Pairs that several warps compute are divided among
-        these warps.
-      cycles: by name of a unit, the cycles that it is busy for `PAIRS_PER_FIGURE` pairs.
-      counts: numbers of instructions of the iteration, as `count_instructions` names them.
-    """
-
-    kind: str
+    kind: str  # name of the loop's kind (`LoopKind.name`)
+    # Number of pairs of a query and a key in an iteration. Pairs that several warps compute are divided among these
+    # warps.
     pairs: float
-    cycles: Mapping[str, float]
-    counts: Mapping[str, float]
+    cycles: Mapping[str, float]  # by name of a unit, the cycles that it is busy for `PAIRS_PER_FIGURE` pairs
+    counts: Mapping[str, float]  # numbers of instructions of the iteration, as `count_instructions` names them
 
     @property
     def unit(self) -> str:

@@ -27,15 +27,11 @@ _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One SASS instruction of a warp.
+    """One SASS instruction of a warp."""
 
-    Attributes:
-      opcode: the opcode with its modifiers, such as `HMMA.16816.F32.BF16`.
-      predicate: the predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
-    """
-
-    opcode: str
+    opcode: str  # the opcode with its modifiers, such as `HMMA.16816.F32.BF16`
     operands: str = ""
+    # The predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
     predicate: str = ""
     labels: tuple[str, ...] = ()
     product: MatrixProduct | None = None
@@ -188,21 +184,14 @@ def _find_natural_loops(follow: Sequence[Sequence[int]], order: Sequence[int]) -
 
 @dataclasses.dataclass(frozen=True)
 class _LoopPaths:
-    """The paths through a loop from its head back to it.
-
-    Attributes:
-      blocks: the basic blocks of the function, as ranges of instructions.
-      follow: for each block, the indices of its successors.
-      order: indices of reachable blocks in reverse post-order.
-      body: indices of the loop's blocks that a path may use.
-    """
+    """The paths through a loop from its head back to it."""
 
     code: Sequence[Instruction]
-    blocks: Sequence[range]
-    follow: Sequence[Sequence[int]]
-    order: Sequence[int]
+    blocks: Sequence[range]  # the basic blocks of the function, as ranges of instructions
+    follow: Sequence[Sequence[int]]  # for each block, the indices of its successors
+    order: Sequence[int]  # indices of reachable blocks in reverse post-order
     head: int
-    body: frozenset[int]
+    body: frozenset[int]  # indices of the loop's blocks that a path may use
 
     def avoid(self, wait: Iterable[int]) -> _LoopPaths:
         """Return the paths that avoid the blocks in `wait`, or all paths if avoiding them loses matrix products."""

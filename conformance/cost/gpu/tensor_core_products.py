@@ -23,18 +23,13 @@ _WRITTEN = re.compile(r"(UR\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`.
-
-    Attributes:
-      bits: number of bits of an element of the operands.
-      warps: number of warps that share the product; 0 if all warps of the block share it.
-    """
+    """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`."""
 
     m: int
     n: int
     k: int
-    bits: int
-    warps: int
+    bits: int  # number of bits of an element of the operands
+    warps: int  # number of warps that share the product; 0 if all warps of the block share it
     first_in_shared_memory: bool = False
     second_in_shared_memory: bool = False
 

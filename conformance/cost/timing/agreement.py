@@ -36,15 +36,10 @@ _BY_GRADIENT = {operand.gradient: operand for operand in OPERANDS if operand.gra
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Result of comparing sampled queries with the oracle.
+    """Result of comparing sampled queries with the oracle."""
 
-    Attributes:
-      error: the largest error, as a multiple of the limit of the checks; may be NaN.
-      reason: description of the largest error if it is too large; otherwise empty.
-    """
-
-    error: float
-    reason: str = ""
+    error: float  # the largest error, as a multiple of the limit of the checks; may be NaN
+    reason: str = ""  # description of the largest error if it is too large; otherwise empty
 
     @property
     def agrees(self) -> bool:

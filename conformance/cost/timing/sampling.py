@@ -30,15 +30,11 @@ RunCalls = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Result of timing functions alternately.
+    """Result of timing functions alternately."""
 
-    Attributes:
-      seconds: by name of a function, its mean seconds per call in each round; only functions that ran in every round.
-      calls: by name of a function, the number of calls in each of its samples.
-    """
-
+    # By name of a function, its mean seconds per call in each round; only functions that ran in every round.
     seconds: Mapping[str, tuple[float, ...]]
-    calls: Mapping[str, int]
+    calls: Mapping[str, int]  # by name of a function, the number of calls in each of its samples
     failures: Mapping[str, Exception]
     interrupted: bool
 

@@ -23,19 +23,14 @@ from reports.records.measurement import FORWARD
 
 @dataclasses.dataclass(frozen=True)
 class TimedProgram:
-    """A compiled program with its operands on the device.
+    """A compiled program with its operands on the device."""
 
-    Attributes:
-      call: function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
-        results by name, on the device.
-      cotangent: cotangent of `out` for timed calls, on the device.
-      memory: `temporary` and `peak` memory in bytes; empty if the compiler does not report them.
-    """
-
+    # Function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
+    # results by name, on the device.
     call: Callable[[Any], Mapping[str, Any]]
-    cotangent: Any
+    cotangent: Any  # cotangent of `out` for timed calls, on the device
     compile_seconds: float
-    memory: Mapping[str, float]
+    memory: Mapping[str, float]  # `temporary` and `peak` memory in bytes; empty if the compiler does not report them
 
     def run(self, calls: int) -> None:
         """Make `calls` successive calls, and return when the device has finished the last call."""

@@ -33,18 +33,13 @@ class UnknownValue(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PallasCall:
-    """One call of a Pallas kernel.
-
-    Attributes:
-      grid: number of steps along each axis of the grid; empty if it is not known.
-      lists: by index of a scalar operand, its values; only operands whose values are known.
-      hbm_bytes: bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another
-        block than the step before. None if the number is not known.
-    """
+    """One call of a Pallas kernel."""
 
     name: str
-    grid: tuple[int, ...]
-    lists: Mapping[int, np.ndarray]
+    grid: tuple[int, ...]  # number of steps along each axis of the grid; empty if it is not known
+    lists: Mapping[int, np.ndarray]  # by index of a scalar operand, its values; only operands whose values are known
+    # Bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another block than
+    # the step before. None if the number is not known.
     hbm_bytes: int | None
 
 
@@ -184,21 +179,13 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAccess:
-    """The way in which the steps of a grid access the blocks of one array; the cache key of `_count_crossings`.
+    """The way in which the steps of a grid access the blocks of one array; the cache key of `_count_crossings`."""
 
-    Attributes:
-      told: text of the index map and of the block's shape; part of the cache key.
-      grid: number of steps along each axis of the grid; part of the cache key.
-      steered: bytes of the scalar operands; part of the cache key.
-      block: Pallas's block mapping.
-      lists: the scalar operands.
-    """
-
-    told: str
-    grid: tuple[int, ...]
-    steered: tuple[bytes, ...]
-    block: Any = dataclasses.field(compare=False)
-    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)
+    told: str  # text of the index map and of the block's shape; part of the cache key
+    grid: tuple[int, ...]  # number of steps along each axis of the grid; part of the cache key
+    steered: tuple[bytes, ...]  # bytes of the scalar operands; part of the cache key
+    block: Any = dataclasses.field(compare=False)  # Pallas's block mapping
+    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)  # the scalar operands
 
 
 @functools.lru_cache(maxsize=512)

@@ -38,20 +38,15 @@ class ScheduleRun:
 
 @dataclasses.dataclass(frozen=True)
 class ScalarInstruction:
-    """A scalar instruction of a TPU schedule.
+    """A scalar instruction of a TPU schedule."""
 
-    Attributes:
-      result: name of the instruction's result; empty if it has none.
-      given: texts of the operands: names, numbers, and addresses in memory.
-      condition: name of the predicate under which the instruction acts, with `!` in front if the predicate must be
-        false; empty if the instruction always acts.
-      otherwise: name of the value that the result takes if the condition does not hold; empty if there is none.
-    """
-
-    result: str
+    result: str  # name of the instruction's result; empty if it has none
     code: str
-    given: tuple[str, ...]
+    given: tuple[str, ...]  # texts of the operands: names, numbers, and addresses in memory
+    # Name of the predicate under which the instruction acts, with `!` in front if the predicate must be false; empty if
+    # the instruction always acts.
     condition: str = ""
+    # Name of the value that the result takes if the condition does not hold; empty if there is none.
     otherwise: str = ""
 
 

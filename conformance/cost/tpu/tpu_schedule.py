@@ -30,19 +30,13 @@ _MATRIX, _SPILLS = "MXU", ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclasses.dataclass(frozen=True)
 class TpuSchedule:
-    """The schedule of one TPU kernel.
+    """The schedule of one TPU kernel."""
 
-    Attributes:
-      bundles: text of each bundle, in order.
-      jumps: by index of a bundle with a jump, the index of the bundle that it jumps to.
-      units: for each bundle, the number of slots that it uses of each unit, by name of the unit.
-      capacity: by name of a unit, the number of its slots in a bundle.
-    """
-
-    bundles: tuple[str, ...]
-    jumps: Mapping[int, int]
+    bundles: tuple[str, ...]  # text of each bundle, in order
+    jumps: Mapping[int, int]  # by index of a bundle with a jump, the index of the bundle that it jumps to
+    # For each bundle, the number of slots that it uses of each unit, by name of the unit.
     units: tuple[Mapping[str, int], ...]
-    capacity: Mapping[str, int]
+    capacity: Mapping[str, int]  # by name of a unit, the number of its slots in a bundle
 
     def used(self, unit: str, part: range) -> int:
         """Count the slots of a unit that the bundles in `part` use."""

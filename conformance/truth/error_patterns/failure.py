@@ -28,23 +28,18 @@ DEPTH_LETTERS = "HV"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Failure:
-    """A wrong result beside the right one.
-
-    Attributes:
-      letters: the letters of the axes, such as `BTNV`.
-      judged: booleans of the same shape, true for judged elements.
-      is_core: whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
-      others: all right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
-    """
+    """A wrong result beside the right one."""
 
     observable: str
-    letters: str
+    letters: str  # the letters of the axes, such as `BTNV`
     got: np.ndarray
     expected: Bounded
-    judged: np.ndarray
+    judged: np.ndarray  # booleans of the same shape, true for judged elements
     limit: float
     problem: Problem
+    # Whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
     is_core: bool = False
+    # All right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
     others: Mapping[str, Bounded] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -58,30 +58,20 @@ _ALIGNMENT = 1024  # bytes; each buffer starts at a multiple, as swizzled tiles 
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """Sizes of a kernel's tiles.
+    """Sizes of a kernel's tiles."""
 
-    Attributes:
-      axis: `"q"` or `"kv"`, the axis of which a program owns rows.
-      owned: rows that a program owns, `OWNED_ROWS`, or `ROWS` if both computing warpgroups work on the same rows.
-      visited: rows of the other axis per tile.
-      slots: tiles of each operand in flight.
-      v_slots: tiles of values in flight.
-      head_dim: padded depth of q and k.
-      v_head_dim: padded depth of v.
-      q_slots: tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this
-        one if there are two.
-    """
-
-    axis: Axis
-    owned: int
-    visited: int
-    slots: int
-    v_slots: int
-    head_dim: int
-    v_head_dim: int
+    axis: Axis  # `"q"` or `"kv"`, the axis of which a program owns rows
+    owned: int  # rows that a program owns, `OWNED_ROWS`, or `ROWS` if both computing warpgroups work on the same rows
+    visited: int  # rows of the other axis per tile
+    slots: int  # tiles of each operand in flight
+    v_slots: int  # tiles of values in flight
+    head_dim: int  # padded depth of q and k
+    v_head_dim: int  # padded depth of v
     ping_pong: bool = False
     persistent: bool = False
     early_copies: bool = False
+    # Tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this one if
+    # there are two.
     q_slots: int = 1
 
     @classmethod
@@ -135,16 +125,12 @@ class TileOrder:
     multiprocessors idle. So if tiles differ in length, the longest start first. This interleaves tiles of several
     heads, but only of as many heads as fit the cache: concurrent programs then read the same rows. It is the order of
     FlashAttention-3's causal scheduler (Shah et al. 2024, arXiv:2407.08608).
-
-    Attributes:
-      blocks: tiles per head of a batch row.
-      together: number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`.
     """
 
     batch: int
     heads: int
-    blocks: int
-    together: int
+    blocks: int  # tiles per head of a batch row
+    together: int  # number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`
     descending: bool
 
     @classmethod
@@ -276,29 +262,20 @@ def _order_tiles(plan: FlashGpuPlan, shape: KernelShape, inputs: dict[str, jax.A
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTile:
-    """The tile that a program is computing, and the blocks that are visited for it.
-
-    Attributes:
-      scratch: shared memory and barriers by name.
-      warpgroup: index of the warpgroup. The last one fetches, the others compute.
-      head: query head, or key/value head if the program owns keys.
-      block: block of the owned axis.
-      base: number of steps of the program before this tile; None if it has only one tile.
-      number: number of tiles of the program before this tile.
-    """
+    """The tile that a program is computing, and the blocks that are visited for it."""
 
     plan: FlashGpuPlan
     shape: KernelShape
     inputs: dict[str, Any]
-    scratch: dict[str, Any]
+    scratch: dict[str, Any]  # shared memory and barriers by name
     order: TileOrder
     program: Scalar
-    warpgroup: Scalar
+    warpgroup: Scalar  # index of the warpgroup. The last one fetches, the others compute.
     batch: Scalar
-    head: Scalar
-    block: Scalar
-    base: Any | None = None
-    number: Scalar = 0
+    head: Scalar  # query head, or key/value head if the program owns keys
+    block: Scalar  # block of the owned axis
+    base: Any | None = None  # number of steps of the program before this tile; None if it has only one tile
+    number: Scalar = 0  # number of tiles of the program before this tile
 
     @property
     def start(self) -> Any:
