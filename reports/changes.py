@@ -106,23 +106,16 @@ class RatioShift:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs, and the number of judgements that were compared.
+    """The differences between two runs, and the number of judgements that were compared."""
 
-    Attributes:
-      changes: the judgements that changed, regressions first.
-      single_shifts: single error ratios that changed much.
-      common_shifts: results whose error ratios changed in the median.
-      compared: how many judgements are in both runs.
-      old_total, new_total: how many records each run has.
-      old_findings, new_findings: the causes of what is red in each run.
-    """
-
-    changes: tuple[Change, ...]
-    single_shifts: tuple[RatioShift, ...]
-    common_shifts: tuple[RatioShift, ...]
-    compared: int
+    changes: tuple[Change, ...]  # the judgements that changed, regressions first
+    single_shifts: tuple[RatioShift, ...]  # single error ratios that changed much
+    common_shifts: tuple[RatioShift, ...]  # results whose error ratios changed in the median
+    compared: int  # how many judgements are in both runs
+    # `old_total, new_total`: how many records each run has.
     old_total: int
     new_total: int
+    # `old_findings, new_findings`: the causes of what is red in each run.
     old_findings: tuple[FindingText, ...] = ()
     new_findings: tuple[FindingText, ...] = ()
 

@@ -36,28 +36,19 @@ class CompiledCell:
     """The programs of one implementation, compiled for one target chip.
 
     Each maximum is over these programs, and None if no record has the number.
-
-    Attributes:
-      compiled, failed, others: how many programs compiled, did not compile, and were not tried.
-      seconds: the time of the longest compilation, in seconds.
-      temporaries: the most bytes of HBM that the compiler adds for temporaries.
-      live: the most bytes of temporaries that are in use at the same time, in any memory.
-      vmem: the most bytes of VMEM of a TPU kernel.
-      shared: the most bytes of shared memory of a GPU kernel.
-      registers: the most registers of a GPU thread.
-      spilled: the most bytes that a GPU thread spills to memory.
     """
 
+    # `compiled, failed, others`: how many programs compiled, did not compile, and were not tried.
     compiled: int
     failed: int
     others: int
-    seconds: float | None
-    temporaries: float | None
-    live: float | None
-    vmem: float | None
-    shared: float | None
-    registers: float | None
-    spilled: float | None
+    seconds: float | None  # the time of the longest compilation, in seconds
+    temporaries: float | None  # the most bytes of HBM that the compiler adds for temporaries
+    live: float | None  # the most bytes of temporaries that are in use at the same time, in any memory
+    vmem: float | None  # the most bytes of VMEM of a TPU kernel
+    shared: float | None  # the most bytes of shared memory of a GPU kernel
+    registers: float | None  # the most registers of a GPU thread
+    spilled: float | None  # the most bytes that a GPU thread spills to memory
 
     @property
     def state(self) -> str:

@@ -45,30 +45,20 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """The judged error figures of one observable (such as `out`) in one dtype.
-
-    Attributes:
-      dtype, observable: those of the records.
-      count: how many records were judged by their largest ratio.
-      over: how many of these records are beyond a limit.
-      limits, rms_limits: the distinct limits of the records.
-      spread: the spread of the records' largest ratios as shares of their limits.
-      max_ratio_flash: the largest ratio against the backward pass from the saved `out` and `logsumexp`.
-      max_rms: the largest root mean square of ratios.
-      max_rms_share: the largest root mean square as a share of its limit.
-    """
+    """The judged error figures of one observable (such as `out`) in one dtype."""
 
     dtype: str
     observable: str
-    count: int
-    over: int
+    count: int  # how many records were judged by their largest ratio
+    over: int  # how many of these records are beyond a limit
+    # `limits, rms_limits`: the distinct limits of the records.
     limits: tuple[float, ...]
     rms_limits: tuple[float, ...]
-    spread: Spread
+    spread: Spread  # the spread of the records' largest ratios as shares of their limits
     max_ratio: float
-    max_rms: float | None
-    max_rms_share: float | None
-    max_ratio_flash: float | None
+    max_rms: float | None  # the largest root mean square of ratios
+    max_rms_share: float | None  # the largest root mean square as a share of its limit
+    max_ratio_flash: float | None  # the largest ratio against the backward pass from the saved `out` and `logsumexp`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,23 +32,18 @@ _MAX_RED = 50  # the most red records of a function that the summary keeps
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The records of one feature in one dtype.
+    """The records of one feature in one dtype."""
 
-    Attributes:
-      passed, failed, known, declined, unjudged: numbers of records, by verdict; `known` are expected failures.
-      findings: the number of expected failures of each finding; those of no finding are under "".
-      reason: the most frequent reason why records were declined or not judged.
-      example: the id of the first case that failed, one that is not known to fail if there is any.
-    """
-
+    # `passed, failed, known, declined, unjudged`: numbers of records, by verdict; `known` are expected failures.
     passed: int = 0
     failed: int = 0
     known: int = 0
     declined: int = 0
     unjudged: int = 0
+    # The number of expected failures of each finding; those of no finding are under "".
     findings: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    reason: str = ""
-    example: str = ""
+    reason: str = ""  # the most frequent reason why records were declined or not judged
+    example: str = ""  # the id of the first case that failed, one that is not known to fail if there is any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,11 @@ from conformance.extensions import load_attribute, load_extensions
 
 @dataclasses.dataclass(frozen=True)
 class CompilerRequests:
-    """Compiler options and environment variables that an observer needs for one compilation.
+    """Compiler options and environment variables that an observer needs for one compilation."""
 
-    Attributes:
-      options: compiler options by name, as for `jax.stages.Lowered.compile`.
-      variables: environment variables that are set while the compiler of Mosaic GPU kernels runs.
-    """
-
+    # Compiler options by name, as for `jax.stages.Lowered.compile`.
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Environment variables that are set while the compiler of Mosaic GPU kernels runs.
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -26,26 +26,19 @@ class KernelBound:
     """Lower bounds on a kernel's cycles on one GPU, and the registers and warps that it uses.
 
     All cycles are for 1,000 pairs of query and key.
-
-    Attributes:
-      least: lower bound for a block in which no pair is masked.
-      unit: the unit of the multiprocessor that needs the most cycles.
-      masked: lower bound for a block in which the mask is evaluated.
-      issue, masked_issue: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a masked
-        one.
-      spill_slots: instructions in the loop that load or store spilled registers.
-      occupancy: resident warps, as a fraction of the most that a multiprocessor can hold.
     """
 
-    least: float
-    unit: str
-    masked: float
+    least: float  # lower bound for a block in which no pair is masked
+    unit: str  # the unit of the multiprocessor that needs the most cycles
+    masked: float  # lower bound for a block in which the mask is evaluated
+    # `issue, masked_issue`: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a
+    # masked one.
     issue: float
     masked_issue: float
     registers: float
     spilled: float
-    spill_slots: float
-    occupancy: float
+    spill_slots: float  # instructions in the loop that load or store spilled registers
+    occupancy: float  # resident warps, as a fraction of the most that a multiprocessor can hold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,16 +62,13 @@ PathWork = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop that multiplies matrices, as the instructions that a warp runs in one iteration.
+    """An innermost loop that multiplies matrices, as the instructions that a warp runs in one iteration."""
 
-    Attributes:
-      shortest: the shortest path from start to end, among the paths with the most matrix products.
-      longest: the longest path from start to end, among the paths with the most matrix products.
-      idle: the shortest of all paths. A warp runs it while another warp issues the products of the whole block.
-    """
-
+    # The shortest path from start to end, among the paths with the most matrix products.
     shortest: tuple[Instruction, ...]
+    # The longest path from start to end, among the paths with the most matrix products.
     longest: tuple[Instruction, ...]
+    # The shortest of all paths. A warp runs it while another warp issues the products of the whole block.
     idle: tuple[Instruction, ...]
 
 

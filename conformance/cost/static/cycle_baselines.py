@@ -28,15 +28,12 @@ _GPU_FIGURES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class CycleBaseline:
-    """A kernel call whose static cycles are recorded: an implementation on a case, with gradients if the case has them.
-
-    Attributes:
-      only: names of the chips that this baseline is recorded for; empty for all chips of the platform.
-    """
+    """A kernel call whose static cycles are recorded: an implementation on a case, with its gradients, if any."""
 
     implementation: str
     case: str
     platform: str = "tpu"
+    # Names of the chips that this baseline is recorded for; empty for all chips of the platform.
     only: tuple[str, ...] = ()
 
     def asks(self, target: str) -> bool:

@@ -46,15 +46,12 @@ Specs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A grid of programs `(block along the axis, head, batch row)`; the fastest axis comes first.
-
-    Attributes:
-      axis: `"q"` if a program owns a block of queries of one query head, `"kv"` if it owns a block of keys of one
-        key/value head and visits the query heads of its group.
-    """
+    """A grid of programs `(block along the axis, head, batch row)`; the fastest axis comes first."""
 
     plan: FlashGpuPlan
     tiles: Tiles
+    # `"q"` if a program owns a block of queries of one query head, `"kv"` if it owns a block of keys of one key/value
+    # head and visits the query heads of its group.
     axis: Axis
     batch: int
 
