@@ -109,14 +109,7 @@ class ThenCapped:
 
 
 def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, spread: float) -> Score:
-    """Build the score function that a case id names, large enough to matter for logits of the given spread.
-
-    Args:
-      level: name of the score function, one of `LEVELS`.
-
-    Raises:
-      ValueError: if there is no such score function.
-    """
+    """Build a score function of `LEVELS` that matters for logits of this spread. Raises `ValueError` for others."""
     longest, size = max(q_length, kv_length), max(1.0, spread / 2)
     score: Score
     if level == "score-relative":

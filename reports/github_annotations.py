@@ -62,15 +62,7 @@ def annotate_records(
     probes: Iterable[Record] = (),
     diagnoses: Mapping[tuple[str, ...], Diagnosis] | None = None,
 ) -> list[Annotation]:
-    """Build an annotation for each finding among the red records of a run.
-
-    An unexpected pass becomes a warning, and every other finding an error.
-
-    Args:
-      find_place: finds the line of the user's code that raised a record's error.
-      probes: records of further cases, which were judged to confirm findings.
-      diagnoses: the planted bugs that findings resemble, by the key of the finding.
-    """
+    """Annotate each finding of a run, unexpected passes as warnings, others as errors, at the line that raised."""
     return [
         _build_annotation(describe_finding(number, finding, (diagnoses or {}).get(finding.key)), find_place)
         for number, finding in enumerate(find_root_causes(records, probes), 1)

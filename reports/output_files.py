@@ -66,15 +66,7 @@ _RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
 
 
 def check_output(path: Path, kind: str | None) -> None:
-    """Check that a file can be written, and that it is absent or an older output of the same kind.
-
-    Args:
-      path: where the output goes.
-      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None if the output is appended to a file of any kind.
-
-    Raises:
-      OutputRefused: if not. The message has the reason and the remedy, and does not name the file.
-    """
+    """Check that `path` is absent or an older output of `kind`, any for None. Raises `OutputRefused` with a remedy."""
     try:
         try:
             found = os.stat(path)

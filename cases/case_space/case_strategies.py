@@ -57,14 +57,7 @@ _T = TypeVar("_T")
 def draw_cases(
     supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES, clues: Clues = NO_CLUES
 ) -> st.SearchStrategy[Case]:
-    """Return the strategy of cases of the given phases that `supports` accepts.
-
-    Args:
-      clues: numbers found in a kernel; sizes, masks, caps and scales near them are drawn too.
-
-    Raises:
-      cases.case_space.alternatives.NothingToDraw: not even one of the plainest cases is supported.
-    """
+    """Return the strategy of supported cases of these phases, some near `clues`. Raises `NothingToDraw`."""
     try:
         within = dataclasses.replace(build_space(supports, phases), clues=clues)
     except NothingToDraw:

@@ -31,14 +31,7 @@ def read_storage(part: str) -> StorageSpec | None:
 
 
 def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
-    """Parse the part of a case id that names the storage, and check that it fits the sizes of the case.
-
-    Args:
-      q_length: the largest number of queries of a sequence.
-
-    Raises:
-      ValueError: the text names no storage, or a storage that does not fit these sizes.
-    """
+    """Parse an id's storage, of at most `q_length` queries a sequence. Raises `ValueError` if it does not fit."""
     spec = read_storage(text)
     if spec is None:
         raise ValueError(f"storage {text!r} is not of the form {SYNTAX}")

@@ -50,14 +50,7 @@ def measure_program_memory(program: str) -> dict[str, float]:
 
 
 def measure_vmem_bytes(program: str) -> int | None:
-    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
-
-    The largest kernel counts, since the kernels of a program run one after the other. VMEM that XLA itself uses, for
-    example for small operands, does not count.
-
-    Returns:
-      the bytes; None if the program has no Pallas kernel, or its text does not contain their sizes.
-    """
+    """Measure the largest scoped VMEM of a Pallas kernel, without XLA's own; None if there is none or it is unknown."""
     kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
     used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
     return max((sum(map(int, _VMEM_SIZE.findall(match[1]))) for match in used), default=None)

@@ -32,14 +32,7 @@ _SIGNS = (1.0, -1.0, 2.0, -0.5)
 def build_workload_implementation(
     found: Any, name: str, problem: str, *, products: Products | None = None
 ) -> Implementation:
-    """Build an implementation from a function that takes the operands of a named problem.
-
-    Args:
-      found: the function, possibly decorated with `conformance.declare`.
-
-    Raises:
-      NotAnAttentionFunction: if `found` is not a function.
-    """
+    """Build an implementation from a function for a named problem. Raises `NotAnAttentionFunction` for others."""
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
             f"{name} is a {type(found).__name__}: --problem={problem} takes a function of "

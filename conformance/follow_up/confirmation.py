@@ -205,15 +205,7 @@ def confirm_findings(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Judge cases that confirm or refute the findings so far, and record them as probes.
-
-    Probes count neither as passes nor as failures.
-
-    Args:
-      journal: the journal of the run, which has its records and gets the probes.
-      allowed: judges the cases, and cuts off a case that uses up its time.
-      seconds: time after which no further case is started.
-    """
+    """Judge cases that confirm or refute findings, until `seconds` have passed, and record them as uncounted probes."""
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)
     for _ in range(_MAX_ROUNDS):

@@ -43,14 +43,7 @@ def follow_up(
     spent: float,
     say: Callable[[str], None],
 ) -> None:
-    """Confirm findings and compare failing kernels with planted bugs, and print how long both took.
-
-    A run without red records, or one that a signal stopped, is not followed up.
-
-    Args:
-      runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
-      spent: the seconds that the run took so far.
-    """
+    """Confirm findings and compare kernels with planted bugs, if a complete run has red records; print the time."""
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records

@@ -35,14 +35,7 @@ _TERMINATION_SECONDS = 10.0  # time from SIGTERM to SIGKILL for a released proce
 
 
 def serve(requests: int, preloaded: Sequence[str] = ()) -> None:
-    """Serve requests until all clients have disconnected and all processes have ended.
-
-    A forked process returns here too, after it has run the function of its specification.
-
-    Args:
-      requests: the file descriptor of the socket from which requests are received.
-      preloaded: modules to load besides those of a worker.
-    """
+    """Serve requests from a descriptor until all ended; a forked process returns here after its function."""
     preloaded = tuple(preloaded)
     del sys.argv[1:]
     # The process that starts the server may ignore or block signals. The server inherits that, and needs the signals.

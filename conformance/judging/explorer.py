@@ -126,14 +126,7 @@ def build_budget(
     examples: int | None = None,
     seed: int | None = None,
 ) -> Budget:
-    """Build the budget of a profile; `seconds`, `examples` and `seed` replace the profile's own values.
-
-    `ci` judges a fixed number of cases from seed 0, so the cases are the same every time. `explore` judges cases from a
-    random seed for a fixed time.
-
-    Raises:
-      ValueError: for a limit that is not positive.
-    """
+    """Build a profile's budget: `ci` has cases of seed 0, `explore` a time and random seed. Raises `ValueError`."""
     if profile == "ci":
         return Budget(seconds=seconds, examples=_CI_EXAMPLES if examples is None else examples, seed=seed or 0)
     drawn = random.SystemRandom().getrandbits(32) if seed is None else seed

@@ -173,15 +173,7 @@ def load_sandboxed(
     first_handshake: str = "",
     sandbox: SandboxPolicy | None = None,
 ) -> Implementation:
-    """Load a kernel in a process of its own, and return an implementation with its declarations and a proxy.
-
-    Args:
-      first_handshake: the kernel's first handshake with another process of this run (`collect_handshakes`); empty if
-        there was none.
-
-    Raises:
-      ImplementationNotFound: if the kernel cannot be loaded; the message is one line.
-    """
+    """Load a kernel in its own process, equal to the first handshake. Raises `ImplementationNotFound`, in one line."""
     proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
         # The implementation gets the name by which it was found: the name that it declares may be another kernel's.

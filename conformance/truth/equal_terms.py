@@ -19,17 +19,7 @@ from conformance.truth.roundoff import compute_walk_steps
 
 
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
-    """Bound how far equal terms take the rounding error of `weights @ values` above that of a random walk.
-
-    The bound is 0 if few terms are equal.
-
-    Args:
-      weights: `[G, T, S]`.
-      values: `[S, H]`.
-
-    Returns:
-      the excess `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
-    """
+    """Bound how far equal terms of `[G, T, S] @ [S, H]` exceed a random walk, in unit roundoffs; 0 if few are equal."""
     walk = compute_walk_steps(values.shape[0])
     of_values = _count_most_frequent(values.T)  # [H]
     if (of_values / 2 <= walk).all():

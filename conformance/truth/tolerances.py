@@ -131,15 +131,7 @@ def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
 
 
 def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
-    """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
-
-    Args:
-      overrides: new largest ratios by `"dtype.observable"`, for example `{"bf16.out": 5.0}`.
-      source: where the overrides come from; reports print it.
-
-    Raises:
-      ValueError: if a dtype or observable is unknown, or a limit is not positive.
-    """
+    """Return a table with limits replaced by `"dtype.observable"`, rms in proportion. Raises `ValueError`."""
     limits = dict(table.limits)
     for key, value in overrides.items():
         dtype, _, observable = key.partition(".")

@@ -39,16 +39,7 @@ MAX_MOSAIC_DEPTH = 256
 
 
 def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
-    """Choose the kernels of the call that Mosaic GPU computes.
-
-    Args:
-      backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
-        is supported, and Triton elsewhere.
-
-    Raises:
-      ValueError: there is no such back end.
-      NotImplementedError: Mosaic was requested, and does not support the call or the GPU.
-    """
+    """Choose Mosaic's kernels; None prefers them on a supported Hopper. Raises `ValueError`, `NotImplementedError`."""
     if backend not in (None, "triton", "mosaic"):
         raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
     if backend == "triton" or (backend is None and plan.interpret):

@@ -53,14 +53,7 @@ def build_call_charts(records: Sequence[Record]) -> tuple[CallChart, ...]:
 def choose_charts(
     found: Mapping[tuple[str, str], Mapping[tuple[Contender, str], CallEstimate]],
 ) -> tuple[CallChart, ...]:
-    """Choose at most `MAX_CHARTS` programs: those that the most implementations have.
-
-    Among programs that equally many have, those with the largest estimated cycles are chosen.
-
-    Args:
-      found: the estimates, first by case id and program, then by contender (implementation and platform) and target
-        chip.
-    """
+    """Choose `MAX_CHARTS` programs that most implementations have, then those with the most estimated cycles."""
     charts = [
         CallChart(
             case,

@@ -114,15 +114,7 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write the files that the user asked for: measurements as JSON lines, and a page with its data.
-
-    Args:
-      outputs: paths of the files; a path that is None is skipped.
-      level: name of the command, which the page shows in place of a level of the grid.
-
-    Raises:
-      CannotJudge: if a file cannot be written.
-    """
+    """Write measurements as JSON lines, and a page named `level`, where given. Raises `CannotJudge` if it cannot."""
     reason = environment.find_timing_distortion()
     info = RunInfo(
         command=format_command_line(),

@@ -43,14 +43,7 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
-
-    Args:
-      cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
-
-    Returns:
-      the number of kernels whose bounds are known.
-    """
+    """Print each GPU's cycle bounds, backward kernels for `train`, as rows are known; return how many are known."""
     known = 0
     for target in chosen:
         shown.print(f"{target.name}. {_EXPLANATION}\n", highlight=False, soft_wrap=True)

@@ -116,15 +116,7 @@ class LoopBound:
 
 
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
-    """Compute lower bounds for the shortest and the longest path through a loop.
-
-    Args:
-      warps: number of warps of a block. A product of the whole block is divided among them.
-      depths: head dimensions of keys and of values (H, V).
-
-    Returns:
-      the bounds of the shortest and the longest path; None if the number of pairs in an iteration is not known.
-    """
+    """Bound the shortest and longest path through a block of `warps`, for depths (H, V); None without a pair count."""
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
 

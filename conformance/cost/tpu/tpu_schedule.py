@@ -44,15 +44,7 @@ class TpuSchedule:
 
 
 def parse_schedule(bundles: str, units: str) -> TpuSchedule:
-    """Parse a schedule from the texts of two files of the compiler.
-
-    Args:
-      bundles: text of the file with the bundles.
-      units: text of the file with the units that each bundle uses.
-
-    Raises:
-      ValueError: if a text has an unexpected form.
-    """
+    """Parse a schedule from the compiler's texts of bundles and of the units they use. Raises `ValueError`."""
     held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
