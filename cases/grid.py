@@ -157,10 +157,7 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
 
 
 def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
-    """Find the axes that the array varies.
-
-    A rare axis of which only the first level is supported is left out: with it, rows would be found in another order.
-    """
+    """Find the axes to vary: not a rare one of one supported level, with which rows would be found in another order."""
     return tuple(
         a
         for a, axis in enumerate(model.axes)
@@ -264,10 +261,7 @@ class _Support:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
-    """Find rows with these levels that are otherwise like `base`, as far as the levels allow.
-
-    Cached: most implementations have the same base, and repairing a row tries a thousand others.
-    """
+    """Find rows with these levels, otherwise like `base`; cached, since repairing a row tries a thousand others."""
     row = _replace_levels(base, *items)
     rows = _repair_row(row, dict(items), model)
     if not rows and len(items) == 1:

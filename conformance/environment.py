@@ -219,13 +219,7 @@ def build_default_flags() -> str:
 
 
 def start_backends(flags: str | None) -> None:
-    """Start JAX's backends under these XLA flags, then restore the variable `XLA_FLAGS`.
-
-    XLA reads `XLA_FLAGS` once, when the first backend starts. Restoring the variable later does not change XLA's flags.
-
-    Args:
-      flags: the value of `XLA_FLAGS` that XLA reads; None for the one in the environment.
-    """
+    """Start JAX's backends under XLA flags, None for the environment's; XLA reads `XLA_FLAGS` only then."""
     import jax  # imported late: `prepare_environment` must run first
 
     shown = os.environ.get("XLA_FLAGS")

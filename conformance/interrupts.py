@@ -93,11 +93,7 @@ def record_signals() -> Iterator[None]:
 
 
 def set_early_exit(leave: Callable[[], None] | None) -> None:
-    """Make a stop signal outside `raise_on_signal` call `leave` and end the process; None makes it only record.
-
-    This is for a process that still loads its modules. Loading takes seconds, an exception must not interrupt it, and
-    there are no results to write yet.
-    """
+    """Make a stop signal outside `raise_on_signal` call `leave` and end a process that still loads; None records it."""
     _state.leave = leave
     if leave is not None and _state.received:
         leave()

@@ -94,11 +94,7 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
 
 
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:
-    """Format annotations as workflow commands, one per line.
-
-    At most `MAX_ANNOTATIONS` of each kind are formatted. The first annotation of each contender comes before the second
-    of any.
-    """
+    """Format at most `MAX_ANNOTATIONS` of each kind as workflow commands, all contenders' first ones first."""
     found = []
     for kind in (ERROR_LEVEL, WARNING_LEVEL):
         ranked = _interleave_contenders([one for one in annotations if one.kind == kind])

@@ -248,10 +248,7 @@ class Subject:
 
     @property
     def _computes_gradients_too(self) -> bool:
-        """Whether one program computes `out` and the gradients for the cotangent `random`.
-
-        It compiles faster than two, but it also runs where only `out` is needed. So it is not used for large cases.
-        """
+        """Whether one program computes `out` and gradients of `random`; not large ones, as `out` is run alone."""
         case = self.case
         pairs = case.batch * case.num_q_heads * case.q_length * case.kv_length
         is_wanted = self.needs_gradients and not self._has_other_calls and pairs <= _MAX_PAIRS_OF_ONE_PROGRAM

@@ -43,10 +43,7 @@ _MAX_TIES = 0.01
 
 
 def check_linearity(subject: Subject) -> Iterator[Judgement]:
-    """Check that `v` and cotangents times powers of two scale the results exactly.
-
-    The factors are 2**20 (16 in f16), and 2**-40 for cotangents (not in f16).
-    """
+    """Check that `v` and cotangents times powers of two, one huge and one tiny, scale the results exactly."""
     if "linearity" not in subject.rotation.laws:
         return
     factor = _FACTOR[subject.case.dtype]

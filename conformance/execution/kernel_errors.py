@@ -82,10 +82,7 @@ def set_remote_message(error: BaseException, words: str) -> None:
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """Describe an exception in one line: type, first line of the message, and the place in the user's code.
-
-    Records have this text as their reason. For an exception of a host callback, it is that of the callback.
-    """
+    """Describe an exception, or its callback's, for a record's reason: type, first line, place in user code."""
     if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
         return make_printable(str(elsewhere))
     within = _find_callback_error(error)

@@ -132,10 +132,7 @@ def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> di
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
-    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity.
-
-    A sink of -inf is no sink: the infinity in its stead has no gradient.
-    """
+    """Compute an empty row's `logsumexp`: its sinks `[N]`, -inf without gradient, or an infinity."""
     nothing = jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
     if sinks is None or not formulas.logsumexp_sink:
         return nothing

@@ -246,12 +246,7 @@ def _count_shared(finding: Finding, case: str) -> int:
 
 
 def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: bool = False) -> RunInfo:
-    """Add to what a report says which planted bugs each finding resembles.
-
-    Args:
-      info: what the report says so far, with the probes of the run.
-      is_followed_up: whether the run was to compare every finding, so that one without a case lacked time.
-    """
+    """Add which planted bugs findings resemble; `is_followed_up` if one without a case lacked time."""
     probes = group_by_contender(info.probes)
     red = {
         contender: records

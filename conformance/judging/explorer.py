@@ -307,10 +307,7 @@ class _Explorer:
                 return
 
     def _choose_cases(self, pools: Sequence[_Pool]) -> Iterator[tuple[int, Case]]:
-        """Yield the cases of the pools that have the most new combinations of properties, the pools taking turns.
-
-        Each case comes with the number of its pool. It is chosen when it is asked for, after what was judged before.
-        """
+        """Yield the most novel cases of the pools in turns, with the pool's number, each chosen when asked for."""
         chosen: set[Case] = set()
         for _ in range(_JUDGED_PER_POOL):
             for number, pool in enumerate(pools):

@@ -76,11 +76,7 @@ class Rejudger:
         return not self._enough
 
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """Judge the failures and errors of a check again, and return the judgements that count.
-
-        Args:
-          first: the judgements of the check under the flags that make compiling cheap.
-        """
+        """Judge a check's failures and errors under cheap flags again, and return the judgements that count."""
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
         # Checks that interpret a kernel are not judged again. JAX's kernel interpreters go step by step and look for

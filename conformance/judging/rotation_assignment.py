@@ -84,10 +84,7 @@ def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int)
 
 
 class _RotationAssigner:
-    """Assign the alternatives of one question after another to cases.
-
-    For later questions, the alternatives that a question assigned are an axis that is balanced like the grid's axes.
-    """
+    """Assign alternatives of one question after another, balancing those of earlier questions like axes."""
 
     def __init__(self, rows: dict[Case, Row], seed: int) -> None:
         self._cases = tuple(rows)

@@ -166,10 +166,7 @@ def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
 
 
 def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the device and inode of each mapped piece of shared memory, and its size in bytes.
-
-    To root, the system shows the size of all its pages. Otherwise the size of the mapping is used.
-    """
+    """Yield shared memory's device, inode and bytes: of its pages for root, else of the mapping."""
     try:
         maps = _read_file(f"/proc/{process}/maps")
     except OSError:

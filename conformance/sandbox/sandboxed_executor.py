@@ -120,11 +120,7 @@ class SandboxedExecutor(Executor):
         return SandboxedExecutor(self.implementation, self._process.with_default_flags(), None, self._variant)
 
     def create_fresh(self) -> Executor:
-        """Return an executor with the same options in a new process.
-
-        Processes cannot share an accelerator. So there the new executor uses the same process, but compiles everything
-        again.
-        """
+        """Return an executor in a new process, or one that compiles anew where an accelerator is not shared."""
         if self.backend != "cpu":
             return SandboxedExecutor(
                 self.implementation, self._process, self.options, self._variant, next(_GENERATIONS)

@@ -48,15 +48,7 @@ def disable_cache() -> Iterator[None]:
 
 
 def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Return the numbers that `make` computes, from the cache if it has them.
-
-    Args:
-      asked: everything that the numbers depend on, except the code. It may hold dataclasses, arrays, mappings,
-        sequences and scalars.
-
-    Raises:
-      TypeError: if `asked` holds an object of another type, whose value cannot be hashed.
-    """
+    """Return what `make` computes from all of `asked`, or the cache has. Raises `TypeError` for other types."""
     home = find_cache_folder()
     if home is None:
         return dict(make())

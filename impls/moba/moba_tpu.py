@@ -79,10 +79,7 @@ def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
 def sum_gradients(
     plan: MobaPlan, lanes: Lanes, work: MobaWork, d_outs: Array, logsumexp: Array, row_sums: Array
 ) -> GradientSums:
-    """Sum the gradients over all blocks; dq and dk are not yet scaled.
-
-    `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
-    """
+    """Sum the gradients over all blocks, dq and dk unscaled; `d_outs [L R, V]`, residuals and sums f32 `[L R]`."""
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=True)
     q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
     # An infinite logsumexp makes the probabilities of padding rows zero.

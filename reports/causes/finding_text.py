@@ -75,12 +75,7 @@ def describe_finding(
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
-    """Choose at most `most` findings; the first finding of every contender is chosen before a second of any.
-
-    Returns:
-      The chosen findings in the order of their numbers, the number of findings left out, and the number of failures
-      that those left out explain.
-    """
+    """Choose `most` findings, each contender's first before seconds; count those left out and their failures."""
     ranks: Counter[Contender] = Counter()
     ranked = []
     for text in findings:

@@ -135,13 +135,7 @@ def _iter_kernel_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the name and measurements of each kernel whose loops contain matrix products.
-
-    Args:
-      text: a PTX file.
-      heard: output lines of `ptxas --verbose` for this file.
-      code: the disassembly of this file.
-    """
+    """Yield kernels with matrix products and measurements, from PTX, `ptxas --verbose` and disassembly."""
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):
         plain = name.removesuffix("_kernel").removesuffix(_MOSAIC_SUFFIX) if _MOSAIC_SUFFIX in name else name

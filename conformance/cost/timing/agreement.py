@@ -51,12 +51,7 @@ class SampledRows:
     """Sampled queries of a problem, with the oracle's results, computed once for each declared arithmetic."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
-        """Choose the queries that are compared with the oracle.
-
-        Args:
-          case: the case; its seed chooses the queries.
-          cotangent: cotangent of `out`, `[B, T, N, V]`.
-        """
+        """Choose the queries that are compared with the oracle, by the case's seed; the cotangent is `[B, T, N, V]`."""
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
         self._allowed = compute_allowed(problem, self.rows)
@@ -72,14 +67,7 @@ class SampledRows:
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare `out`, and gradients if there are any, with the oracle.
-
-        Args:
-          results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
-
-        Returns:
-          the comparison of the result with the largest error.
-        """
+        """Compare `out` and gradients for `self.cotangent(implementation)` with the oracle; return the worst."""
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
