@@ -7,7 +7,7 @@ drawing shades these cells by their error relative to the limit. Another shades 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -77,22 +77,12 @@ def _render_mask(error_map: ErrorMap, level: int) -> str:
     by_key = error_map.along == "S"
     marks = error_map.marks
     lines = [
-        "".join(_shade_pair(pair, marks[place : place + 1]) for place, pair in _iter_marked(line, y, by_key=by_key))
+        "".join(" " if pair == "0" else marks[x if by_key else y :][:1] or "-" for x, pair in enumerate(line))
         for y, line in enumerate(error_map.mask)
     ]
     by = "key" if by_key else "query"
     title = f"Batch row {error_map.at[0]}, head {error_map.at[1]}: who attends to whom, each {by} shaded by its error"
     return _render_panel(title, lines, ("T", "S"), error_map.mask_shape, error_map.blocks, level)
-
-
-def _iter_marked(line: str, y: int, *, by_key: bool) -> Iterator[tuple[int, str]]:
-    """Yield `(index of the pair's shade in the marks, cell of the mask)` along line `y` of the mask."""
-    for x, pair in enumerate(line):
-        yield x if by_key else y, pair
-
-
-def _shade_pair(pair: str, mark: str) -> str:
-    return " " if pair == "0" else mark or "-"
 
 
 def _render_cells(error_map: ErrorMap, level: int) -> str:
@@ -126,7 +116,10 @@ def _render_panel(
     paths = _render_paths(lines, across, down)
     paths += f'<path d="M0 0h{width}v{height}h-{width}z" fill="none" stroke="var(--muted)" stroke-width="1"/>'
     paths += _render_block_borders(shape, blocks, width, height)
-    names = [_format_axis(_AXIS_NAMES.get(axis, axis), count) for axis, count in zip(axes, shape, strict=True)]
+    names = [
+        html.escape(_AXIS_NAMES.get(axis, axis) + (f" 0 to {count - 1:,}" if count > 1 else ": 1"))
+        for axis, count in zip(axes, shape, strict=True)
+    ]
     texts = f'<text x="0" y="-6">{names[1]}</text>'
     texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{names[0]}</text>'
     room = max(width, 9 * len(names[1])), max(height, 7 * len(names[0]))
@@ -137,10 +130,6 @@ def _render_panel(
         f"<div><h{level}>{label}</h{level}>"
         f'<svg role="img" aria-label="{label}" viewBox="{box}" {size}>{paths}{texts}</svg></div>'
     )
-
-
-def _format_axis(name: str, count: int) -> str:
-    return html.escape(f"{name} 0 to {count - 1:,}" if count > 1 else f"{name}: 1")
 
 
 def _render_paths(lines: Sequence[str], across: int, down: int) -> str:

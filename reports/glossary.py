@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 
 from markupsafe import Markup, escape
-
-from reports.site_links import build_check_link, build_term_link
 
 TERMS: Mapping[str, str] = {
     "bound": "The rounding error that a correct implementation may have at one element, for its declared arithmetic.",
@@ -45,6 +45,30 @@ OTHER_ROWS: Mapping[str, str] = {
 _LINKED = ("max ratio", "rms ratio", "bound")
 """Terms that lines of evidence have, as `text_format` writes them."""
 _TERM = re.compile(rf"\b({'|'.join(_LINKED)})\b")
+_PACKAGE = "attention-conformance"
+_CHECKS_PAGE = "checks.html"
+TERM_PAGES: Mapping[str, str] = {
+    "bound": "verdicts.html#the-four-numbers",
+    "case": "features.html#ids",
+    "check": "checks.html",
+    "expected failure": "reference/outcomes.html#known-failures",
+    "feature": "features.html#features",
+    "finding": "findings.html",
+    "limit": "verdicts.html#the-two-limits",
+    "margin": "cases.html#a-case-must-be-able-to-fail",
+    "max ratio": "verdicts.html#the-two-limits",
+    "planted bug": "sensitivity.html#planted-bugs",
+    "poison": "checks.html#poison",
+    "ratio": "verdicts.html#the-four-numbers",
+    "ratio_flash": "contract.html#the-two-reference-backward-passes",
+    "record": "reference/records.html",
+    "result": "glossary.html",
+    "rms ratio": "verdicts.html#the-two-limits",
+    "times its limit": "verdicts.html#the-two-limits",
+    "unjudged": "reference/outcomes.html#outcomes",
+    "unsupported": "reference/outcomes.html#outcomes",
+}
+"""The page of the site that explains each term, relative to the address of the site."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +129,30 @@ def mark_terms(text: str, glossary: Glossary) -> Markup:
         else:
             parts.append(str(escape(part)))
     return Markup("".join(parts))
+
+
+@functools.cache
+def find_site() -> str:
+    """Return the site's address with a final slash, the installed package's `Documentation`; empty if none."""
+    try:
+        urls = importlib.metadata.metadata(_PACKAGE).get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    named = dict(line.partition(", ")[::2] for line in urls)
+    address: str = named.get("Documentation", "")
+    return f"{address.rstrip('/')}/" if address else ""
+
+
+def build_check_link(name: str) -> str:
+    """Return the address of a check on the site; empty if there is no site."""
+    return _build_link(f"{_CHECKS_PAGE}#{name}")
+
+
+def build_term_link(term: str) -> str:
+    """Return the address where the site explains a term; empty if there is no site."""
+    return _build_link(TERM_PAGES[term])
+
+
+def _build_link(place: str) -> str:
+    site = find_site()
+    return f"{site}{place}" if site else ""

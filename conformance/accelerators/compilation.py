@@ -75,7 +75,7 @@ def compile_for(
       CompileError: if the function cannot be traced, lowered or compiled.
     """
     sharding = _build_sharding(target)
-    placed = jax.tree.map(functools.partial(_place_operand, sharding), operands)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
     observers = load_observers()
     start = time.perf_counter()
     with _trace_on_sharding(sharding):
@@ -209,11 +209,6 @@ def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in set_here:
             os.environ.pop(name, None)
-
-
-def _place_operand(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and placement of an operand on the chip, in place of the array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _measure_memory(compiled: Any) -> dict[str, float]:

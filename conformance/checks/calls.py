@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
-from cases.masks import Causal, Dense, Mask
+from cases.masks import Causal, Dense
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_cases import load_form_cases
@@ -142,7 +142,8 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
         problems.append(dataclasses.replace(pair.problems[0], mask=_reverse_rows(problems[-1])))
     combined = dataclasses.replace(case, mask="causal_and_dense-d60")
     if case.storage is None and pair.subject.implementation.supports(combined) is None:
-        problems.append(dataclasses.replace(pair.problems[0], mask=_add_trivial_mask(pair.problems[0])))
+        everywhere = np.ones((1, 1, pair.problems[0].q.shape[1], pair.problems[0].k.shape[1]), bool)
+        problems.append(dataclasses.replace(pair.problems[0], mask=Causal() & Dense(everywhere)))
     for problem in [*problems, pair.problems[0]] if problems else []:
         got = pair.run_eagerly(problem)
         yield pair.judge_out_for(got, (problem,), (pair.subject.expect(problem),))
@@ -154,16 +155,8 @@ def _reverse_rows(problem: Problem) -> Dense:
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
-def _add_trivial_mask(problem: Problem) -> Mask:
-    """Return a causal mask combined with an array that is true everywhere."""
-    return Causal() & Dense(np.ones((1, 1, problem.q.shape[1], problem.k.shape[1]), bool))
-
-
 def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check calls outside `jit` on the first problem, on one with other values and segment ids, and on the first again.
-
-    All calls are made before any result is read: no call may overwrite the result of an earlier one.
-    """
+    """Call outside `jit` on two problems and the first again, all before a result is read, lest one is overwritten."""
     order = (0, 1, 0)
     results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
     for n, got in zip(order, results, strict=True):
@@ -222,10 +215,7 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
 
 
 def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check results and gradients for stored sequences whose lengths and number the usual cases lack.
-
-    If the implementation does not support the requested number of heads, the case's own number is used.
-    """
+    """Check stored sequences of lengths and a number that usual cases lack; heads are the case's own if need be."""
     subject = pair.subject
     requested = dataclasses.replace(subject.case, **changes)
     heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}

@@ -90,10 +90,7 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """Judge the result of a wrong call that was accepted, by the oracle on the problem `wrong.meant`.
-
-    If that problem has an axis of length 0, the result must only have the right shape and finite values.
-    """
+    """Judge an accepted wrong call by the oracle on `wrong.meant`, by shape and finiteness for an axis of length 0."""
     meant = wrong.meant
     assert meant is not None
     if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):

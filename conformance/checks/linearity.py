@@ -43,7 +43,7 @@ _MAX_TIES = 0.01
 
 
 def check_linearity(subject: Subject) -> Iterator[Judgement]:
-    """Check that `v` and cotangents times powers of two, one huge and one tiny, scale the results exactly."""
+    """Check that `v` and cotangents times powers of two scale the results exactly."""
     if "linearity" not in subject.rotation.laws:
         return
     factor = _FACTOR[subject.case.dtype]

@@ -46,7 +46,8 @@ def build_workload_implementation(
     declines, takes = index_problems()[problem].declines, implementation.supports_case
     implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
-        return dataclasses.replace(implementation, front_end=_keep_raw)
+        # The kernel applies its own front end inside.
+        return dataclasses.replace(implementation, front_end=lambda steps, q, k, v, **_: (q, k, v))
     assert takes is not None
     return dataclasses.replace(implementation, supports_case=lambda case: declines(case) or takes(case))
 
@@ -196,11 +197,6 @@ def _adapt_ragged(workload: Workload) -> Workload:
 def _clip_page_indices(page_indices: Any, pages: Any) -> Any:
     """Clip every entry of the table to the index of an existing page, since the benchmark has no other entries."""
     return jnp.clip(page_indices, 0, pages.shape[0] - 1)
-
-
-def _keep_raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
-    """Return raw projections unchanged, as the front end of a latent kernel, which applies its own inside."""
-    return q, k, v
 
 
 def _adapt_latent(workload: Workload) -> Workload:

@@ -95,13 +95,9 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
     """Return the call sharded over batch rows, masks too: the call, its arrays, their specs, and that of `out`."""
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
-    mask_specs = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    lowered = set(arrays) - {operand.name for operand in OPERANDS}  # the arrays to which the mask was lowered
+    mask_specs = {name: rows for name in lowered if arrays[name].shape[0] == problem.q.shape[0]}
     return call, arrays, _build_specs(problem, "B") | mask_specs, rows
-
-
-def _find_mask_arrays(arrays: Arrays) -> set[str]:
-    """Return the names of the arrays to which the mask was lowered."""
-    return set(arrays) - {operand.name for operand in OPERANDS}
 
 
 def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:

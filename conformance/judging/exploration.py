@@ -99,10 +99,6 @@ def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
 
 
 def build_exploration_runner(settings: Settings, options: Sequence[str]) -> Runner:
-    """Build the runner of an exploration. It judges every failure a second time.
-
-    A failure that depends on the compiler's flags must not be shrunk. A case that passes where a failure is expected
-    does not count as wrong.
-    """
+    """Build an exploration's runner, which judges all failures again; unexpected passes do not count as wrong."""
     lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
     return Runner(dataclasses.replace(settings, expected_failures=lenient), confirmed=math.inf, options=options)

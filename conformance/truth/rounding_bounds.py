@@ -253,12 +253,7 @@ def _bound_probability_errors(slab: Slab, exponent: Array) -> Array:
 
 
 def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
-    """Bound the error of a sum of products whose operands are rounded to fewer bits.
-
-    Args:
-      size: magnitude of the sum.
-      squares: sum of the squares of the products.
-    """
+    """Bound a sum's error by coarse operands, from its magnitude and the sum of its products' squares."""
     return u.coarse * (2 * size + np.sqrt(2 * squares))
 
 

@@ -239,10 +239,7 @@ def _add_heads(
     masked: Callable[[jax.Array], jax.Array],
     alive: Callable[[jax.Array], jax.Array],
 ) -> None:
-    """Add a block for all heads, interleaving the operations of the heads to hide latencies.
-
-    Four heads over 512 keys take 1,214 cycles on 7x one after the other, and 859 interleaved.
-    """
+    """Add a block for all heads, interleaved: four heads over 512 keys take 859 cycles on 7x, not 1,214."""
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
     every = range(heads)

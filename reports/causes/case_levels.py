@@ -208,10 +208,7 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
 
 
 def _iter_order_levels(spec: str) -> Iterator[Level]:
-    """Yield the levels that say whether the mask lets a query attend to keys that come after it.
-
-    A window without a right side is causal too. It has neither level, since a fault of windows depends on their sides.
-    """
+    """Yield the levels of whether a query sees later keys; windows have neither, since their sides matter."""
     terms = [] if "_or_" in spec else _TERM.split(spec)
     if any(_CAUSAL_TERM.match(term) for term in terms):
         words = "under a mask that is causal, whole or in chunks"

@@ -89,7 +89,8 @@ def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Leve
     fields = parse_fields(failing) or {}
     by_group: dict[tuple[str, ...], list[str]] = {}
     for case in passing:
-        differ = _list_differing_fields(fields, parse_fields(case) or {})
+        other = parse_fields(case) or {}
+        differ = {name for name in fields.keys() | other.keys() if fields.get(name) != other.get(name)}
         group = next((group for group in FIELD_GROUPS if differ and differ <= set(group)), None)
         if group is not None:
             by_group.setdefault(group, []).append(case)
@@ -101,7 +102,3 @@ def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Leve
             levels.append(min(named))
             without.append(min(cases, key=rank_plainness))
     return (tuple(levels), tuple(without)) if len(levels) <= _MAX_NEEDED else ((), ())
-
-
-def _list_differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}

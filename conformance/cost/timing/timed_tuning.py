@@ -197,7 +197,9 @@ def halve_candidates(
     if not alive:
         return current, found
     found |= times([*held, *alive], limits.rounds, limits.seconds / 2)
-    faster = [name for name in _rank_by_time(alive, found) if not held or _is_faster(found[name])]
+    # Faster than the baseline in more than three quarters of the rounds.
+    speeds = {name: found[name].speed for name in _rank_by_time(alive, found)}
+    faster = [name for name, speed in speeds.items() if not held or (speed is not None and speed.lower > 1)]
     return (faster[0] if faster else current), found
 
 
@@ -205,11 +207,6 @@ def _rank_by_time(names: Sequence[str], found: Mapping[str, Measurement]) -> lis
     """Sort the candidates by their median seconds, the fastest first; candidates without a time are left out."""
     medians = {name: seconds.median for name in names if (seconds := found[name].seconds) is not None}
     return sorted(medians, key=lambda name: medians[name])
-
-
-def _is_faster(measurement: Measurement) -> bool:
-    """Check whether a candidate is faster than the baseline in more than three quarters of the rounds."""
-    return measurement.speed is not None and measurement.speed.lower > 1
 
 
 def format_setting(knob: str, setting: Setting) -> str:

@@ -74,12 +74,7 @@ class Sample:
             return (np.abs(self.got - predicted) <= tolerance) | (self.got == predicted)
 
     def fits(self, predicted: np.ndarray, bound: np.ndarray | None = None, *, parameters: int = 0) -> bool:
-        """Check whether a prediction explains the errors.
-
-        Args:
-          bound: bounds of the predicted values; those of the right values by default.
-          parameters: how many numbers of the prediction were fitted to the values.
-        """
+        """Check whether a prediction, with `parameters` fitted numbers and bounds, explains the errors."""
         bound = self.bound if bound is None else bound
         if self.wrong.sum() < MIN_WRONG + parameters:
             return False

@@ -31,10 +31,7 @@ def build_backward_inputs(
 
 
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
-    """Describe the shared memory and barriers of a program by name: tiles that it owns, and tiles that it visits.
-
-    At the end each gradient is stored in the tile of its operand, which is no longer read by then.
-    """
+    """Describe a program's shared memory and barriers; gradients end in the tile of their operand, then unread."""
     own, other = (shape.owned // ROWS, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
     values = (shape.v_slots, shape.visited) if shape.axis == "q" else keys
