@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 from cases.case import Case
 from cases.grid import Supports
-from cases.storage_forms.form_cases import load_all_form_cases
-
-
-def _build_case(
-    lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
-) -> Case:
-    """Build a case from `lengths` (one or both), heads `(N, K)`, depths `(H, V)`, a mask and other fields."""
-    q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    sizes = {"q_length": q_length, "kv_length": kv_length}
-    named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}
-    return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
+from cases.storage_forms.form_cases import build_case, load_all_form_cases
 
 
 @functools.cache
@@ -34,31 +23,31 @@ def _build_compiled_cases() -> tuple[Case, ...]:
     three times as long to compile. The cases are built on demand, since drawing a mask takes a tenth of a second.
     """
     return (
-        _build_case(1024, (4, 4), (128, 128), "causal"),
-        _build_case(1024, (4, 2), (64, 64), "full"),
-        _build_case(1024, (2, 2), (64, 64), "full", dtype="f32"),
-        _build_case(4096, (2, 1), (128, 128), "causal", phase="prefill"),
-        _build_case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
-        _build_case(1024, (2, 2), (192, 128), "causal"),
-        _build_case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
-        _build_case(1024, (4, 2), (256, 256), "causal", segments="seg"),
-        _build_case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
-        _build_case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
-        _build_case(1024, (4, 2), (128, 128), "balanced-4"),
-        _build_case(1024, (2, 1), (128, 128), "densehead-d40"),
-        _build_case(1024, (2, 2), (128, 128), "causal", segments="segpad"),
-        _build_case(1024, (8, 2), (128, 128), "window-l127-r0", dtype="f32", segments="seg", soft_cap=30.0, sinks=True),
-        _build_case(1024, (2, 2), (128, 128), "causal", bias="biashead"),
-        _build_case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
-        _build_case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
-        _build_case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
-        _build_case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
-        _build_case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
-        _build_case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
-        _build_case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
-        _build_case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
-        _build_case(1024, (4, 2), (128, 128), "moba-256-3"),
-        _build_case(1000, (2, 1), (64, 64), "moba-200-3", dtype="f32", soft_cap=30.0, sinks=True),
+        build_case(1024, (4, 4), (128, 128), "causal"),
+        build_case(1024, (4, 2), (64, 64), "full"),
+        build_case(1024, (2, 2), (64, 64), "full", dtype="f32"),
+        build_case(4096, (2, 1), (128, 128), "causal", phase="prefill"),
+        build_case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
+        build_case(1024, (2, 2), (192, 128), "causal"),
+        build_case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
+        build_case(1024, (4, 2), (256, 256), "causal", segments="seg"),
+        build_case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
+        build_case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
+        build_case(1024, (4, 2), (128, 128), "balanced-4"),
+        build_case(1024, (2, 1), (128, 128), "densehead-d40"),
+        build_case(1024, (2, 2), (128, 128), "causal", segments="segpad"),
+        build_case(1024, (8, 2), (128, 128), "window-l127-r0", dtype="f32", segments="seg", soft_cap=30.0, sinks=True),
+        build_case(1024, (2, 2), (128, 128), "causal", bias="biashead"),
+        build_case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
+        build_case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
+        build_case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+        build_case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
+        build_case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
+        build_case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
+        build_case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
+        build_case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
+        build_case(1024, (4, 2), (128, 128), "moba-256-3"),
+        build_case(1000, (2, 1), (64, 64), "moba-200-3", dtype="f32", soft_cap=30.0, sinks=True),
         *(case for form in load_all_form_cases().values() for case in form.build_compiled()),
     )
 
@@ -68,7 +57,7 @@ def _build_compiled_cases() -> tuple[Case, ...]:
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 _DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _LENGTH_SWEEP = tuple(
-    _build_case(length, (2, 1), depths, mask)
+    build_case(length, (2, 1), depths, mask)
     for mask in ("causal", "window-l1023-r0")
     for depths in _DEPTHS
     for length in _LENGTHS
@@ -81,25 +70,25 @@ _LENGTH_SWEEP = tuple(
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
-        _build_case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32", **_OPERANDS),
-        _build_case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32"),
-        _build_case(512, (2, 1), (64, 64), "causal", dtype="f32"),
-        _build_case(512, (2, 2), (64, 64), "causal", dtype="f32"),
-        _build_case(512, (2, 2), (64, 64), "full", dtype="f32"),
+        build_case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32", **_OPERANDS),
+        build_case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32"),
+        build_case(512, (2, 1), (64, 64), "causal", dtype="f32"),
+        build_case(512, (2, 2), (64, 64), "causal", dtype="f32"),
+        build_case(512, (2, 2), (64, 64), "full", dtype="f32"),
     ),
     (
-        _build_case((256, 512), (2, 2), (64, 64), "window-l200-r0-o256", phase="prefill"),
-        _build_case(512, (2, 2), (64, 64), "window-l200-r0", phase="prefill"),
-        _build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill"),
-        _build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
-        _build_case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
+        build_case((256, 512), (2, 2), (64, 64), "window-l200-r0-o256", phase="prefill"),
+        build_case(512, (2, 2), (64, 64), "window-l200-r0", phase="prefill"),
+        build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill"),
+        build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
+        build_case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
     # MoBA masks: chunks of fewer keys than a kernel's block, and chunks of more keys, of which the last is partial.
-    (_build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
-    (_build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
+    (build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
+    (build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
     # Four batch rows, one for each sequence of a cache. Kernels that take lengths have a batch axis, so they need no
     # `vmap`.
-    (_build_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
+    (build_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )
 
 
@@ -109,10 +98,10 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 # the work otherwise at larger depths, which the third case has.
 _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
     (
-        _build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),
-        _build_case((2, 448), (8, 2), (128, 128), "lengths-430-0-130", batch=3, phase="prefill", sinks=True),
+        build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),
+        build_case((2, 448), (8, 2), (128, 128), "lengths-430-0-130", batch=3, phase="prefill", sinks=True),
     ),
-    (_build_case((100, 180), (2, 1), (256, 192), "causal-o80", **_OPERANDS),),
+    (build_case((100, 180), (2, 1), (256, 192), "causal-o80", **_OPERANDS),),
 )
 
 

@@ -33,7 +33,6 @@ def assign(
     Args:
       levels: for each case, its level on each axis.
       allowed: for each case, the alternatives that it can take; empty if the choice has no meaning for it.
-      count: how many alternatives there are.
       together: a label for each case. Cases with the same label take the same alternative, which all of them must be
         able to take. By default each case has its own label.
       first: the alternative that is preferred where several are equally good. Another one gives another assignment that
@@ -107,12 +106,7 @@ def _find_most_even(products: np.ndarray, can: np.ndarray) -> np.ndarray:
     """Return the alternative of each group `[G]`, the best result from several starts."""
     orders = (np.roll(np.arange(len(can)), -start * len(can) // _STARTS) for start in range(_STARTS))
     found = [_improve_assignment(products, can, _assign_greedily(products, can, order)) for order in orders]
-    return min(found, key=lambda taken: _sum_squares(products, taken))
-
-
-def _sum_squares(products: np.ndarray, taken: np.ndarray) -> int:
-    """Return the sum of squares of an assignment."""
-    return int(products[taken[:, None] == taken].sum())
+    return min(found, key=lambda taken: int(products[taken[:, None] == taken].sum()))
 
 
 def _assign_greedily(products: np.ndarray, can: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -47,9 +47,6 @@ def build_rows(
     """Build rows that cover every feasible combination of `strength` levels.
 
     Args:
-      sizes: the number of levels of each axis.
-      strength: how many axes a combination has.
-      feasible: the constraints.
       start: rows that exist already; they are part of the result.
       cheap: index of the cheap axis. Rows preferably differ on it, rather than on another axis.
 
@@ -76,10 +73,7 @@ def build_rows(
 def _build_bases(
     sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
 ) -> list[Partial]:
-    """Build rows that cover all combinations of the other axes, with the cheap axis left open.
-
-    The rows of `start` are among them, with their cheap axis open.
-    """
+    """Build rows, those of `start` among them, that cover all combinations of the other axes; the cheap one is open."""
 
     def insert_open_axis(partial: Partial) -> Partial:
         """Insert the open cheap axis into a row of the other axes."""
@@ -160,11 +154,7 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 
 
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
-    """Count the feasible combinations that `rows` contain.
-
-    A combination counts as feasible only if some complete row contains it. Its levels may be allowed together and yet
-    leave no level allowed for another axis.
-    """
+    """Count the feasible combinations, those in a complete row, that `rows` contain."""
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)
     possible = [c for c in wanted if c in present or _complete(c, sizes, strength, {}, feasible) is not None]
@@ -201,10 +191,7 @@ def _drop_open_axes(row: Partial) -> Row:
 def _complete(
     seed: Tuple, sizes: Sequence[int], strength: int, missing: dict[Tuple, None], feasible: Feasible
 ) -> Row | None:
-    """Complete `seed` to a full row that greedily covers `missing`, or return None if no full row contains it.
-
-    Larger axes are assigned first.
-    """
+    """Complete `seed` to a full row that greedily covers `missing`, larger axes first; None if no row contains it."""
     order = sorted((a for a in range(len(sizes)) if a not in dict(seed)), key=lambda a: (-sizes[a], a))
     return _extend(_assign_levels(seed, len(sizes)), order, sizes, strength, missing, feasible)
 

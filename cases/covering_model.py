@@ -15,21 +15,13 @@ from cases.case import Case
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A level of the axis of lengths.
+    """A level of the axis of lengths."""
 
-    Attributes:
-      phase: `train`, `prefill` or `decode`.
-      q: number of queries.
-      kv: number of keys.
-      may_swap: whether q and kv are exchanged in some cases.
-      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
-        `instead_of`.
-    """
-
-    phase: str
+    phase: str  # `train`, `prefill` or `decode`
     q: int
     kv: int
-    may_swap: bool = False
+    may_swap: bool = False  # whether q and kv are exchanged in some cases
+    # If given, this level is a stand-in: it is tested only on implementations that do not support `instead_of`.
     instead_of: Lengths | None = None
 
 
@@ -53,29 +45,20 @@ class Axis:
     cheap: bool = False
 
     def list_stand_ins(self) -> list[tuple[int, int]]:
-        """List the stand-ins as index pairs `(level, the level that it replaces)`.
-
-        A stand-in is tested only on implementations that do not support the level that it replaces.
-        """
+        """List the stand-ins as index pairs `(level, the unsupported level that it replaces)`."""
         replaced = ((n, getattr(level, "instead_of", None)) for n, level in enumerate(self.levels))
         return [(n, self.levels.index(other)) for n, other in replaced if other is not None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """Axes with levels, which a covering array combines. There are few models, and each is equal only to itself.
+    """Axes with levels, which a covering array combines. There are few models, and each is equal only to itself."""
 
-    Attributes:
-      axes: the axes, exactly one of them cheap.
-      compatible: returns False if the levels given so far, by axis name, cannot stand in one case.
-      assemble: builds the case from one level of every axis and a seed.
-      strongest: the largest number of levels whose combinations are all covered, even at `standard` and `deep`.
-    """
-
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # the axes, exactly one of them cheap
+    # Returns False if the levels given so far, by axis name, cannot stand in one case.
     compatible: Callable[[Mapping[str, Any]], bool]
-    assemble: Callable[[Mapping[str, Any], int], Case]
-    strongest: int = 4
+    assemble: Callable[[Mapping[str, Any], int], Case]  # builds the case from one level of every axis and a seed
+    strongest: int = 4  # the largest number of levels whose combinations are all covered, even at `standard` and `deep`
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

@@ -62,8 +62,6 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
 
     Args:
       whole: the problem of all queries. No query may attend to a key after its own piece.
-      start: the first query.
-      stop: one past the last query.
       stale: the value of unfilled cache entries after the last key. Integer caches get their largest integer instead.
     """
     cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))

@@ -44,24 +44,20 @@ _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"),
 
 
 def select_front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the cases at `level`, with gradients.
-
-    `quick` has four cases. From `standard` on there are eight more front ends, and the four are tested in bf16 too.
-    """
+    """Select the cases with gradients: four at `quick`, then eight more front ends, and the four in bf16."""
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":
         wanted += [*((steps, "f32") for steps in _MORE), *((steps, "bf16") for steps in _QUICK)]
     found = []
     for steps, dtype in wanted:
         alternatives = (dtype, "bf16" if dtype == "f32" else "f32")
-        cases = (_build_case(steps, other, seed, *sizes) for other in alternatives for sizes in _list_sizes(steps))
+        cases = (
+            _build_case(steps, other, seed, *sizes)
+            for other in alternatives
+            for sizes in (_THIRDS if "decoupled" in steps else _SIZES)
+        )
         found.append(next((case for case in cases if supports(case) is None), None))
     return tuple(dict.fromkeys(case for case in found if case is not None))
-
-
-def _list_sizes(steps: str) -> tuple[tuple[int, int, int, int, int, int, str], ...]:
-    """List the sizes to try for these steps."""
-    return _THIRDS if "decoupled" in steps else _SIZES
 
 
 def _build_case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:

@@ -38,10 +38,7 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The inputs of every mask: the whole spec, the sizes of the case, and the seed of random masks.
-
-    Error messages quote the spec.
-    """
+    """The inputs of every mask: the whole spec, for messages, the sizes of the case, and the seed of random masks."""
 
     spec: str
     batch: int
@@ -53,47 +50,33 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of mask, with its syntax in case ids. A term is one mask of a spec, such as `causal-o64`.
+    """A kind of mask, with its syntax in case ids. A term is one mask of a spec, such as `causal-o64`."""
 
-    Attributes:
-      name: the word that terms of this kind start with.
-      form: the syntax of a term, as messages show it.
-      pattern: regular expression of a term, with a group for each argument. A missing argument is an empty string.
-      type: the class of the mask.
-      says: the description of the feature that an implementation needs for this kind.
-      feature: name of that feature, if it differs from the feature of the class.
-      also: names of other features that an implementation needs for this kind.
-      build: `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
-      offset: `none` if a term has no offset. Otherwise its last argument is an offset (`-oN`): `any` number, or only
-        one that leaves every query at the position of a key (`within`).
-      example: a term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's
-        level in the covering array if `cases.feature_model` has no other.
-      numbers: for each numeric argument, by the text in front of it, a function of T and S that returns the least and
-        the largest number that fits. Only kinds have it whose arguments, apart from the offset, may be drawn
-        independently (`cases.case_space.case_strategies`).
-    """
-
-    name: str
-    form: str
+    name: str  # the word that terms of this kind start with
+    form: str  # the syntax of a term, as messages show it
+    # Regular expression of a term, with a group for each argument. A missing argument is an empty string.
     pattern: re.Pattern[str]
-    type: type[Mask]
-    says: str
+    type: type[Mask]  # the class of the mask
+    says: str  # the description of the feature that an implementation needs for this kind
+    # `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
     build: Callable[..., Mask]
+    # A term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's level in
+    # the covering array if `cases.feature_model` has no other.
     example: str
-    feature: str = ""
-    also: tuple[str, ...] = ()
+    feature: str = ""  # name of that feature, if it differs from the feature of the class
+    also: tuple[str, ...] = ()  # names of other features that an implementation needs for this kind
+    # `none` if a term has no offset. Otherwise its last argument is an offset (`-oN`): `any` number, or only one that
+    # leaves every query at the position of a key (`within`).
     offset: Literal["none", "any", "within"] = "none"
+    # For each numeric argument, by the text in front of it, a function of T and S that returns the least and the
+    # largest number that fits. Only kinds have it whose arguments, apart from the offset, may be drawn independently
+    # (`cases.case_space.case_strategies`).
     numbers: Mapping[str, Callable[[int, int], tuple[int, int]]] = dataclasses.field(default_factory=dict)
 
     @property
     def features(self) -> tuple[str, ...]:
         """The names of the features that an implementation needs for this kind, its own feature last."""
         return (*self.also, self.feature or self.type.feature)
-
-
-def _build_dense(sizes: Sizes, percent: str) -> Mask:
-    """Build a random mask that all heads and batch rows share."""
-    return Dense(_draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
 
 
 def _build_dense_head(sizes: Sizes, percent: str) -> Mask:
@@ -108,22 +91,12 @@ def _build_dense_batch(sizes: Sizes, percent: str) -> Mask:
     return Dense(array if sizes.batch == 1 else _make_every_second_causal(array, axis=0))
 
 
-def _build_indexer(sizes: Sizes, percent: str) -> Mask:
-    """Build a random selection of keys for each batch row."""
-    return Indexer(_build_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
-
-
 def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     """Make every second head or batch row causal too, so that some blocks are empty in these and not in the others."""
     q_length, kv_length = array.shape[2:]
     every_second = np.moveaxis(array, axis, 0)[::2]
     every_second &= np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
     return array
-
-
-def _build_lengths(sizes: Sizes, text: str) -> Lengths:
-    """Build the mask of key lengths from their text, `-A-B...`."""
-    return Lengths(_parse_one_per_row(sizes, text))
 
 
 def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
@@ -133,11 +106,7 @@ def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
 
 
 def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
-    """Parse one length for each batch row.
-
-    Raises:
-      ValueError: if there are more or fewer lengths than batch rows, or a length exceeds S.
-    """
+    """Parse one length for each batch row. Raises `ValueError` for too few, too many or too large ones."""
     lengths = _parse_integers(text)
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
         raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")
@@ -224,7 +193,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"lengths((?:-\d+)+)"),
         type=Lengths,
         says="a key length for each batch row",
-        build=_build_lengths,
+        build=lambda sizes, text: Lengths(_parse_one_per_row(sizes, text)),
         example="lengths-50",
     ),
     Kind(
@@ -233,7 +202,9 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"dense-d(\d+)"),
         type=Dense,
         says="any boolean mask, the same for every head and batch row",
-        build=_build_dense,
+        build=lambda sizes, text: Dense(
+            _draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(text))
+        ),
         example="dense-d40",
         numbers=_PERCENT,
     ),
@@ -265,7 +236,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"indexer-d(\d+)"),
         type=Indexer,
         says="a selection of keys for each query, known at run time only",
-        build=_build_indexer,
+        build=lambda sizes, text: Indexer(_build_dense_batch(sizes, text).dense(sizes.q_length, sizes.kv_length)),
         example="indexer-d40",
         numbers=_PERCENT,
     ),
@@ -299,11 +270,7 @@ OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
 
 
 def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
-    """Parse a spec into terms `((kind, arguments), ...)`, joined by `and` inside and by `or` outside.
-
-    Raises:
-      ValueError: if a term is not a mask; the message names the term.
-    """
+    """Parse a spec into an `or` of `and`s of terms `(kind, arguments)`. Raises `ValueError`, naming a wrong term."""
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
 
@@ -328,10 +295,7 @@ def list_mask_features(spec: str) -> list[str]:
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
-    """Return the spec of the mask's rows from query `start` on.
-
-    No spec describes these rows of a mask with `_or_`, so the spec of a random mask is returned instead.
-    """
+    """Return the spec of the mask's rows from query `start` on; that of a random mask for a mask with `_or_`."""
     if "_or_" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
@@ -350,10 +314,7 @@ def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length
 
 
 def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
-    """Draw random booleans.
-
-    The first key and one key in nine are hidden from all queries. One query in seven sees nothing.
-    """
+    """Draw random booleans; the first key and one key in nine are hidden, and one query in seven sees nothing."""
     if not 0 < percent <= 100:
         raise ValueError(f"the percentage of allowed pairs must be in 1..100, got {percent}")
     array = counter_rng.draw_integers(seed, "mask", shape, 100) < percent

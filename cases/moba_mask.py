@@ -77,15 +77,11 @@ class Moba(OffsetMask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen(Dense):
-    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
+    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`."""
 
-    Attributes:
-      decided: queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
-      choosing: keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`.
-    """
-
+    # Queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
     decided: np.ndarray
-    choosing: np.ndarray
+    choosing: np.ndarray  # keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`
 
 
 def depends_on_data(mask: Mask) -> bool:
@@ -129,11 +125,7 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
 
 
 def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose among the earlier chunks for each query of one head.
-
-    Returns:
-      booleans `[T, C]`, true for chosen chunks; booleans `[T]`, true for queries whose choice no rounding can change.
-    """
+    """Choose among the earlier chunks, booleans `[T, C]`; also return whether no rounding can change it, `[T]`."""
     pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
     same = _find_first_equal_chunk(pieces)
     means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]

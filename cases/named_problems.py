@@ -63,22 +63,14 @@ _MIXED = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedProblem:
-    """One attention task of the benchmark, with the cases that judge a kernel for it.
-
-    Attributes:
-      name: the problem's name, as `--problem` takes it.
-      task: the benchmark's name of the task.
-      about: a description of the task in a few words.
-      takes: the operands of the kernel's function `workload`, and its result, with their shapes.
-      small: ids of the cases of moderate size, for any machine.
-      full: ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.
-    """
+    """One attention task of the benchmark, with the cases that judge a kernel for it."""
 
     name: str
     task: str
     about: str
-    takes: str
-    small: tuple[str, ...]
+    takes: str  # the operands of the kernel's function `workload`, and its result, with their shapes
+    small: tuple[str, ...]  # ids of the cases of moderate size, for any machine
+    # Ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.
     full: tuple[str, ...]
 
     def cases(self, *, full_size: bool) -> tuple[Case, ...]:
@@ -86,11 +78,7 @@ class NamedProblem:
         return tuple(parse_case_id(text) for text in (self.full if full_size else self.small))
 
     def declines(self, case: Case) -> str | None:
-        """Return why a case does not belong to this problem, or None if it may belong to it.
-
-        The case must have every property that all cases of the problem share (`_FIXED`, `_RELATED`). Otherwise lengths,
-        heads, depths, dtype and values are free.
-        """
+        """Return why a case lacks a property that all cases of the problem share (`_FIXED`, `_RELATED`), or None."""
         own = [*self.cases(full_size=False), *self.cases(full_size=True)]
         for name, field in _FIXED.items():
             if (found := field(case)) not in (values := {field(one) for one in own}):

@@ -24,20 +24,14 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operand:
-    """An operand of the canonical call.
+    """An operand of the canonical call."""
 
-    Attributes:
-      name: the keyword of the call, and the field of `cases.case_fields.CallOperands`.
-      arrays: the axes of its array, or of each array of a pair. It is empty for a number or a function, which is fixed
-        when the call is compiled.
-      broadcasts: whether an axis of length 1 stands for the whole axis.
-      gradient: the name of its gradient; empty if it has none.
-    """
-
-    name: str
+    name: str  # the keyword of the call, and the field of `cases.case_fields.CallOperands`
+    # The axes of its array, or of each array of a pair. It is empty for a number or a function, which is fixed when the
+    # call is compiled.
     arrays: tuple[Axes, ...]
-    broadcasts: bool = False
-    gradient: str = ""
+    broadcasts: bool = False  # whether an axis of length 1 stands for the whole axis
+    gradient: str = ""  # the name of its gradient; empty if it has none
 
     def map_along(self, value: Any, letter: str, change: Callable[[np.ndarray, int], Any]) -> Any:
         """Replace each array of `value` that varies along the axis `letter` by `change(array, axis)`."""
@@ -65,15 +59,10 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class TermRounding:
-    """Count the roundings that a kernel may make in a term before it adds the term to the logit.
+    """Count the roundings that a kernel may make in a term before it adds the term to the logit."""
 
-    Attributes:
-      integers: number of whole numbers in the term. They are exact in f32, and are rounded in bf16 and f16.
-      products: number of products in the term. They are rounded in every dtype.
-    """
-
-    integers: int = 0
-    products: int = 0
+    integers: int = 0  # number of whole numbers in the term. They are exact in f32, and are rounded in bf16 and f16.
+    products: int = 0  # number of products in the term. They are rounded in every dtype.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,17 +26,11 @@ _REACH = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap.
+    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap."""
 
-    Attributes:
-      step: a power of two.
-      offset: `S - T`, which aligns the last query with the last key.
-      caps: whether the number is a soft cap; otherwise it is added to the logit.
-    """
-
-    step: float
-    offset: int = 0
-    caps: ClassVar[bool] = False
+    step: float  # a power of two
+    offset: int = 0  # `S - T`, which aligns the last query with the last key
+    caps: ClassVar[bool] = False  # whether the number is a soft cap; otherwise it is added to the logit
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         """Compute the whole number, in the array library of the arguments."""
@@ -62,10 +56,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative(Score):
-    """A bias that depends on how far the key is behind the query, constant from `reach` on.
-
-    Source: Raffel et al., arXiv:1910.10683.
-    """
+    """A bias that depends on how far the key is behind the query, up to `reach` (Raffel et al., arXiv:1910.10683)."""
 
     reach: int
 
@@ -118,18 +109,7 @@ class ThenCapped:
 
 
 def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, spread: float) -> Score:
-    """Build the score function that a case id names, large enough to matter for logits of the given spread.
-
-    Args:
-      level: name of the score function, one of `LEVELS`.
-      num_q_heads: number of query heads.
-      q_length: number of queries.
-      kv_length: number of keys.
-      spread: standard deviation of the logits.
-
-    Raises:
-      ValueError: if there is no such score function.
-    """
+    """Build a score function of `LEVELS` that matters for logits of this spread. Raises `ValueError` for others."""
     longest, size = max(q_length, kv_length), max(1.0, spread / 2)
     score: Score
     if level == "score-relative":

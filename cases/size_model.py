@@ -23,23 +23,14 @@ from cases.optional_operands.sinks_operand import EXTREME
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A level of the axis of shapes.
+    """A level of the axis of shapes."""
 
-    Attributes:
-      phase: `train`, `prefill` or `decode`.
-      q: number of queries.
-      kv: number of keys.
-      heads: `(B, N, K)`: batch rows, query heads, key/value heads.
-      depths: `(H, V)`: depth of queries and keys, depth of values.
-      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
-        `instead_of`.
-    """
-
-    phase: str
+    phase: str  # `train`, `prefill` or `decode`
     q: int
     kv: int
-    heads: tuple[int, int, int] = (1, 2, 2)
-    depths: tuple[int, int] = (64, 64)
+    heads: tuple[int, int, int] = (1, 2, 2)  # `(B, N, K)`: batch rows, query heads, key/value heads
+    depths: tuple[int, int] = (64, 64)  # `(H, V)`: depth of queries and keys, depth of values
+    # If given, this level is a stand-in: it is tested only on implementations that do not support `instead_of`.
     instead_of: Shape | None = None
 
 
@@ -99,36 +90,25 @@ def _compute_end_offset(shape: Shape) -> str:
     return f"-o{shape.kv - shape.q}" if shape.kv != shape.q else ""
 
 
-def _format_causal(shape: Shape) -> str:
-    """Return the spec of a causal mask that aligns the last query with the last key."""
-    return f"causal{_compute_end_offset(shape)}"
-
-
 def _format_window(shape: Shape) -> str:
     """Return the spec of a window of about 5/8 of the keys: several blocks of a long sequence, but not all."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return the spec of a causal mask combined with a window.
-
-    In training, both align the first query with the first key. Otherwise they align the last query with the last key.
-    """
+    """Return the spec of a causal mask and a window, which in training align the first query with the first key."""
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 
 
 def _format_lengths(shape: Shape) -> str:
-    """Return a mask term with one key length per batch row, in this order as far as there are rows.
-
-    The lengths are: one that ends just after a block border, one at a border, all keys, one key and no key.
-    """
+    """Return a mask term with a key length per batch row: after a block border, at one, all keys, one and none."""
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
     return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
 
 
 _USUAL: dict[str, Callable[[Shape], str]] = {
-    "causal_end": _format_causal,
+    "causal_end": lambda shape: f"causal{_compute_end_offset(shape)}",  # aligns the last query with the last key
     "full": lambda shape: "full",
     "window": _format_window,
     "lengths": _format_lengths,
@@ -171,10 +151,7 @@ def _resolve_stand_in(shape: Shape) -> Shape:
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether one case may have all these levels; axes that are not chosen yet are missing.
-
-    Levels are incompatible if they contradict each other, or if testing them together is not worth the cost.
-    """
+    """Return whether one case may have all the levels chosen so far, and is worth the cost."""
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated

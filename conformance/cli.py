@@ -13,7 +13,7 @@ import logging as python_logging
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import app, logging
@@ -21,7 +21,7 @@ from absl import app, logging
 from conformance import interrupts, packages
 from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CommandParser, Parser
-from conformance.extensions import load_extensions
+from conformance.extensions import load_attribute, load_extensions
 from conformance.fork_server import forked_process
 from conformance.judging.run_levels import GRID_LEVELS
 from conformance.session.failures import CannotJudge
@@ -32,6 +32,18 @@ _JUDGING_COMMANDS = frozenset({"run", "explore"})
 # Arguments that make a repeated option one that is given once.
 _SINGLE: Mapping[str, Any] = {"action": "store", "default": None}
 _ONE_SEED: Mapping[str, Any] = {**_SINGLE, "type": int, "metavar": "N", "help": "base seed of the grid (0)"}
+_COMMAND_PLACES = {
+    "run": "run:run",
+    "completion": "completion:print_completion",
+    "explore": "explore:explore",
+    "list": "listing:list_entries",
+    "explain": "listing:explain",
+    "report": "report:render_report",
+    "compare": "compare:compare",
+    "expect": "expect:expect",
+    "calibrate": "calibrate:calibrate",
+    "serve": "serve:serve",
+}
 
 
 def build_parser(program: str = "python -m conformance") -> argparse.ArgumentParser:
@@ -52,7 +64,7 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     _add_report(commands)
     about = "report what changed between two runs, or two sets of shards"
     compare = commands.add_parser(
-        "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
+        "compare", help=about, description=help_texts.format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
     )
     what = compare.add_argument_group("what to compare")
     what.add_argument("old", metavar="OLD.jsonl[,...]", help="before: a file of records, or shards of one run")
@@ -63,7 +75,7 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     output.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
     about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
-        "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
+        "expect", help=about, description=help_texts.format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
     )
     what = expect.add_argument_group("which failures")
     what.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run` or the pytest gate wrote")
@@ -104,7 +116,7 @@ class _PrintVersions(argparse.Action):
 def _add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "print a script that completes commands, options and names in your shell"
     completion = commands.add_parser(
-        "completion", help=about, description=_format_sentence(about), epilog=help_texts.COMPLETION_EXAMPLES
+        "completion", help=about, description=help_texts.format_sentence(about), epilog=help_texts.COMPLETION_EXAMPLES
     )
     completion.set_defaults(build_parser=build_parser)
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
@@ -113,7 +125,7 @@ def _add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None
 def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "merge records of earlier runs, print the verdict, and write one HTML page"
     report = commands.add_parser(
-        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
+        "report", help=about, description=help_texts.format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
     )
     what = report.add_argument_group("what to merge")
     what.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
@@ -129,7 +141,7 @@ def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "tabulate what correct implementations reach: the limits follow from it"
     adding = commands.add_parser(
-        "calibrate", help=about, description=_format_sentence(about), epilog=help_texts.CALIBRATE_EXAMPLES
+        "calibrate", help=about, description=help_texts.format_sentence(about), epilog=help_texts.CALIBRATE_EXAMPLES
     )
     what = adding.add_argument_group("what is known to be correct")
     what.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
@@ -149,14 +161,18 @@ def _needs_default_flags(arguments: argparse.Namespace) -> bool:
     return any(command.needs_default_flags(arguments) for command in commands if command.name == arguments.command)
 
 
+def _load_command(name: str) -> Callable[[argparse.Namespace], int]:
+    """Load the function of a command alone, since importing all of them takes half a second."""
+    places = {name: f"conformance.commands.{place}" for name, place in _COMMAND_PLACES.items()}
+    places |= {command.name: command.function for extension in load_extensions() for command in extension.commands}
+    found: Callable[[argparse.Namespace], int] = load_attribute(places[name])
+    return found
+
+
 def _keeps_environment(arguments: argparse.Namespace) -> bool:
     """Check whether the command starts processes that have other versions of JAX, and needs none itself."""
     commands = [command for extension in load_extensions() for command in extension.commands]
     return any(command.keeps_environment for command in commands if command.name == arguments.command)
-
-
-def _format_sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -191,7 +207,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "describe a case, and the tolerances that judge it"
     explain = commands.add_parser(
-        "explain", help=about, description=_format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
+        "explain", help=about, description=help_texts.format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
     )
     what = explain.add_argument_group("what to explain")
     what.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
@@ -203,7 +219,7 @@ def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "list implementations, cases, checks, features, regressions or named problems"
     listing = commands.add_parser(
-        "list", help=about, description=_format_sentence(about), epilog=help_texts.LIST_EXAMPLES
+        "list", help=about, description=help_texts.format_sentence(about), epilog=help_texts.LIST_EXAMPLES
     )
     what = listing.add_argument_group("what to list")
     what.add_argument(
@@ -231,7 +247,6 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     """Run a parsed command, and return its exit code.
 
     Args:
-      arguments: the parsed arguments.
       last: whether the process ends after this command.
     """
     with interrupts.record_signals():
@@ -256,9 +271,7 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
                 in_process=getattr(arguments, "in_process", False),
                 workers=_uses_workers(arguments),
             )
-        from conformance.commands.command_table import load_command  # imported late: it loads JAX
-
-        carry_out = load_command(arguments.command)
+        carry_out = _load_command(arguments.command)  # loads JAX
         interrupts.set_early_exit(None)
         with interrupts.raise_on_signal():
             interrupts.raise_if_stopped()

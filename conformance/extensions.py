@@ -21,36 +21,26 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A sub-command of `python -m conformance`.
+    """A sub-command of `python -m conformance`."""
 
-    Attributes:
-      name: what the user types.
-      add_parser: a function that adds the command's parser to the sub-parsers of the command line.
-      function: `"module:attribute"` of the function that takes the parsed arguments and returns the exit code.
-      needs_default_flags: a function of the parsed arguments that says whether the command must run under JAX's default
-        flags.
-      keeps_environment: whether environment variables stay as the user set them and no JAX is loaded ahead, since the
-        command starts processes that have other versions of JAX.
-    """
-
-    name: str
+    name: str  # what the user types
+    # A function that adds the command's parser to the sub-parsers of the command line.
     add_parser: Callable[[Any], None]
-    function: str
+    function: str  # `"module:attribute"` of the function that takes the parsed arguments and returns the exit code
+    # A function of the parsed arguments that says whether the command must run under JAX's default flags.
     needs_default_flags: Callable[[argparse.Namespace], bool] = lambda arguments: False
+    # Whether environment variables stay as the user set them and no JAX is loaded ahead, since the command starts
+    # processes that have other versions of JAX.
     keeps_environment: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The additions of one optional package to the core.
+    """The additions of one optional package to the core."""
 
-    Attributes:
-      commands: sub-commands of the command line, in the order of its help.
-      program_observer: `"module:attribute"` of a `conformance.accelerators.program_observers.ProgramObserver`; empty if
-        the package measures no compiled programs.
-    """
-
-    commands: tuple[Command, ...] = ()
+    commands: tuple[Command, ...] = ()  # sub-commands of the command line, in the order of its help
+    # `"module:attribute"` of a `conformance.accelerators.program_observers.ProgramObserver`; empty if the package
+    # measures no compiled programs.
     program_observer: str = ""
 
 

@@ -29,23 +29,15 @@ _REPEAT_SECONDS = 2.0  # a signal without effect is raised again after this time
 
 @dataclasses.dataclass
 class _HandlerState:
-    """State of the signal handler: the received signal, and how the handler reacts to signals.
+    """State of the signal handler: the received signal, and how the handler reacts to signals."""
 
-    Attributes:
-      received: the number of the first stop signal; 0 before one has arrived.
-      listening: whether `record_signals` has installed the handler.
-      raising: whether the handler raises `KeyboardInterrupt`, as in `raise_on_signal`.
-      held: the number of nested `delay_signals` blocks; above 0 nothing is raised.
-      leave: a function that the handler calls before it ends the process (`set_early_exit`); None to go on.
-      raised_at: the time, by `time.monotonic`, when the handler last raised.
-    """
-
-    received: int = 0
-    listening: bool = False
-    raising: bool = False
-    held: int = 0
+    received: int = 0  # the number of the first stop signal; 0 before one has arrived
+    listening: bool = False  # whether `record_signals` has installed the handler
+    raising: bool = False  # whether the handler raises `KeyboardInterrupt`, as in `raise_on_signal`
+    held: int = 0  # the number of nested `delay_signals` blocks; above 0 nothing is raised
+    # A function that the handler calls before it ends the process (`set_early_exit`); None to go on.
     leave: Callable[[], None] | None = None
-    raised_at: float = -math.inf
+    raised_at: float = -math.inf  # the time, by `time.monotonic`, when the handler last raised
 
 
 _state = _HandlerState()
@@ -101,11 +93,7 @@ def record_signals() -> Iterator[None]:
 
 
 def set_early_exit(leave: Callable[[], None] | None) -> None:
-    """Make a stop signal outside `raise_on_signal` call `leave` and end the process; None makes it only record.
-
-    This is for a process that still loads its modules. Loading takes seconds, an exception must not interrupt it, and
-    there are no results to write yet.
-    """
+    """Make a stop signal outside `raise_on_signal` call `leave` and end a process that still loads; None records it."""
     _state.leave = leave
     if leave is not None and _state.received:
         leave()
@@ -123,10 +111,7 @@ class _Raising:
 
 
 class raise_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case, like those of contextlib
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives.
-
-    If a signal arrived before the block, `raise_if_stopped` raises it.
-    """
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives; `raise_if_stopped` raises earlier ones."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -146,10 +131,7 @@ class end_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case,
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted.
-
-    A signal that arrived before the block has had its effect, and raises nothing at the end.
-    """
+    """Delay `KeyboardInterrupt` to the end of the block, which should be short, and is never interrupted."""
     if not _is_main_thread():
         yield
         return

@@ -154,11 +154,7 @@ def format_missing_attribute(package: str, name: str) -> str:
 
 
 def find_hidden_module(name: str) -> str | None:
-    """Return a line that names the user's module hidden by our package; None if no module is hidden.
-
-    Args:
-      name: the full name of a module in our package, such as `cases.masks`.
-    """
+    """Return a line that names the user's module hidden by our package; None if no module is hidden."""
     package = name.partition(".")[0]
     if package not in NAMES:
         return None

@@ -25,11 +25,7 @@ _ENDED_NOTE = b"note: the server of `python -m conformance serve` has ended; thi
 
 
 def run_in_server(arguments: Sequence[str]) -> int | None:
-    """Run the command in a server, and return its exit code; None if there is no server for this command.
-
-    Args:
-      arguments: the command line, with the program's name first.
-    """
+    """Run the command in a server, and return its exit code; None if there is no server for this command."""
     if not (command_server.is_supported() and arguments[1:2] and arguments[1] in _SERVED_COMMANDS):
         return None
     if "--help" in arguments or "-h" in arguments:
@@ -53,10 +49,7 @@ def run_in_server(arguments: Sequence[str]) -> int | None:
 
 
 def _wait(process: ForkedProcess, found: FoundServer) -> int | None:
-    """Wait for the process, pass on stop signals, and return its exit code; None if it has never begun.
-
-    The server may end before. A command that has begun goes on in its process.
-    """
+    """Wait, passing on stop signals, and return the process's exit code; None if it never began."""
     passed_on = has_ended = False
     while (code := process.wait(_POLL_SECONDS)) is None:
         if not passed_on and (received := interrupts.get_received_signal()) is not None:

@@ -28,10 +28,7 @@ def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def convert_sinks(sinks: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Convert sinks to units of log 2. The largest would overflow, so they stop at the largest float32.
-
-    Such a sink takes all the weight either way.
-    """
+    """Convert sinks to units of log 2, up to the largest float32, which takes all the weight as they do."""
     return jnp.minimum(sinks * jnp.float32(LOG2_E), np.finfo(np.float32).max)
 
 
@@ -68,10 +65,7 @@ def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
 def compute_dsinks(
     sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
 ) -> Float[Array, " N"] | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, equation (17) of `impls/__init__.py`.
-
-    `shift` is `logsumexp`, replaced by any number where a query attends to nothing.
-    """
+    """Compute (17) of `impls/__init__.py` from `D - dlse`; `shift` is `logsumexp`, any number in empty rows."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
@@ -84,9 +78,6 @@ def multiply_tiles(
     """Multiply two tiles in f32, contracting axis `over[0]` of `a` with axis `over[1]` of `b`.
 
     Args:
-      a: a tile.
-      b: a tile of the same dtype.
-      over: the axes that are contracted.
       exact: whether f32 is multiplied exactly, and not as the chip does by default.
       widen: whether bf16 is converted to f32 first, for interpreters. The result is the same, since a product of two
         bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.

@@ -14,13 +14,7 @@ from jax.custom_derivatives import linear_call
 
 
 def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated.
-
-    Args:
-      kernel: name of the kernel in the message.
-      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
-      operands: the function's arguments, pytrees of arrays.
-    """
+    """Compute `function(*operands)` of a `custom_vjp` pass. Raises `NotImplementedError` if it is differentiated."""
 
     @jax.custom_jvp
     def run(*operands: Any) -> Any:
@@ -38,11 +32,6 @@ def refuse_reverse_mode(kernel: str, function: Callable[..., Any], *operands: An
 
     Forward mode is allowed. This suits loops whose number of steps is only known at run time: JAX differentiates them
     in forward mode only.
-
-    Args:
-      kernel: name of the kernel in the message.
-      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
-      operands: the function's arguments, pytrees of arrays.
     """
 
     @jax.custom_jvp

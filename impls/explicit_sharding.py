@@ -22,10 +22,7 @@ _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "le
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:
-    """Wrap an attention function with the contract's arguments to accept operands on meshes with explicit axes.
-
-    The call must return a tree of arrays `[B, T, N, .]` and residuals `[B, N, T]`.
-    """
+    """Wrap an attention function, of arrays `[B, T, N, .]` and residuals `[B, N, T]`, for meshes of explicit axes."""
 
     @functools.wraps(call)
     def wrapped(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -43,7 +40,7 @@ def accept_explicit_sharding(call: _Call) -> _Call:
         def plain(arrays: dict[str, Any]) -> Any:
             return call(**arrays, **static)
 
-        shapes = jax.eval_shape(plain, jax.tree.map(_drop_sharding, arrays))
+        shapes = jax.eval_shape(plain, jax.tree.map(lambda x: make_shape(x.shape, x.dtype), arrays))
         spec: tuple[Any, ...] = tuple(jax.typeof(q).sharding.spec)
         batch, queries, heads, *_ = (*spec, None, None, None)
         found = {4: (batch, queries, heads, None), 3: (batch, heads, queries)}
@@ -61,10 +58,6 @@ def find_explicit_mesh(arrays: Any) -> Any:
             if mesh.explicit_axes:
                 return mesh
     return None
-
-
-def _drop_sharding(x: Any) -> Any:
-    return make_shape(x.shape, x.dtype)
 
 
 def _build_spec(*axes: Any) -> Any:

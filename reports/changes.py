@@ -106,23 +106,16 @@ class RatioShift:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs, and the number of judgements that were compared.
+    """The differences between two runs, and the number of judgements that were compared."""
 
-    Attributes:
-      changes: the judgements that changed, regressions first.
-      single_shifts: single error ratios that changed much.
-      common_shifts: results whose error ratios changed in the median.
-      compared: how many judgements are in both runs.
-      old_total, new_total: how many records each run has.
-      old_findings, new_findings: the causes of what is red in each run.
-    """
-
-    changes: tuple[Change, ...]
-    single_shifts: tuple[RatioShift, ...]
-    common_shifts: tuple[RatioShift, ...]
-    compared: int
+    changes: tuple[Change, ...]  # the judgements that changed, regressions first
+    single_shifts: tuple[RatioShift, ...]  # single error ratios that changed much
+    common_shifts: tuple[RatioShift, ...]  # results whose error ratios changed in the median
+    compared: int  # how many judgements are in both runs
+    # `old_total, new_total`: how many records each run has.
     old_total: int
     new_total: int
+    # `old_findings, new_findings`: the causes of what is red in each run.
     old_findings: tuple[FindingText, ...] = ()
     new_findings: tuple[FindingText, ...] = ()
 
@@ -185,13 +178,7 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
 
 
 def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
-    """Return the kind of change for a judgement that the new run has, or None if nothing changed.
-
-    Args:
-      old: record of the judgement in the old run, or None.
-      new: record of the judgement in the new run.
-      reasons: the reasons that the old run gives for cases that it did not judge.
-    """
+    """Return the kind of change of a judgement, given why the old run judged none; None if nothing changed."""
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
     judged_before = old is not None and old.verdict in JUDGED
@@ -214,7 +201,6 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
     """Return the kind of change for a judgement that the new run lacks, or None if the old run did not judge it.
 
     Args:
-      old: record of the judgement in the old run.
       without_judgement: a record of the new run with the reason why the case was not judged, or None.
       asked: whether the new run planned this check of this case; true if its plan is unknown.
     """
@@ -226,10 +212,7 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
-    """Index the records of both runs by implementation, platform, case, check and observable.
-
-    In these keys the implementation is empty if each run has only one. The same holds for the platform.
-    """
+    """Index both runs' records by implementation, platform (empty if each run has one), case, check, observable."""
     sides = (old, new)
     is_single = all(len({record.implementation for record in side}) == 1 for side in sides)
 
@@ -250,10 +233,7 @@ def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[K
 
 
 def _compute_share(record: Record) -> float | None:
-    """Return the error ratio of a passing record as a share of its limit.
-
-    The result is None if the record did not pass, or has no finite ratio or no limit.
-    """
+    """Return the error ratio of a passing record as a share of its limit; None if it has no finite ratio or limit."""
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit
@@ -355,10 +335,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group the changes that reports list.
-
-    Judgements that only one run made (`NOT_JUDGED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
-    """
+    """Group the changes that reports list, without judgements that only one run made."""
     return group_changes(change for change in found.changes if change.kind not in (NOT_JUDGED_AGAIN, NEWLY_JUDGED))
 
 

@@ -27,11 +27,10 @@ from reports.changes import (
     list_reported_changes,
 )
 from reports.conformity import summarize_implementations
-from reports.markdown_text import escape_inline, format_command
 from reports.record_groups import group_by_implementation
 from reports.records import Record, RunInfo
 from reports.template_environment import create_environment
-from reports.text_format import format_count, format_share
+from reports.text_format import escape_inline, format_command, format_count, format_share
 
 MAX_CASES = 20
 """The most cases listed for one group of changes, and the most single ratios listed in Markdown and the terminal."""

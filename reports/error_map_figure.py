@@ -7,7 +7,7 @@ drawing shades these cells by their error relative to the limit. Another shades 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -52,12 +52,7 @@ _SHADE_TEXT = {
 
 
 def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
-    """Render the drawings of an error map side by side, and a legend of their shades.
-
-    Args:
-      error_map: the errors to draw. If it has a mask, the mask gets a drawing too.
-      level: the level of the drawings' headings, 4 for `<h4>`.
-    """
+    """Render the drawings of an error map side by side, and a legend of their shades."""
     panels = [_render_mask(error_map, level)] if error_map.mask and error_map.marks else []
     panels.append(_render_cells(error_map, level))
     used = set("".join((*error_map.cells, error_map.marks)))
@@ -72,10 +67,7 @@ def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
 
 
 def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the shades that occur, with their meanings, for the legend.
-
-    If several shades beyond the limit occur, the legend has only the palest and the darkest of them.
-    """
+    """Return the shades that occur, with their meanings; of those beyond the limit the palest and the darkest."""
     red = [shade for shade in _BEYOND_LIMIT if shade in used]
     return [(shade, text) for shade, text in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
 
@@ -85,22 +77,12 @@ def _render_mask(error_map: ErrorMap, level: int) -> str:
     by_key = error_map.along == "S"
     marks = error_map.marks
     lines = [
-        "".join(_shade_pair(pair, marks[place : place + 1]) for place, pair in _iter_marked(line, y, by_key=by_key))
+        "".join(" " if pair == "0" else marks[x if by_key else y :][:1] or "-" for x, pair in enumerate(line))
         for y, line in enumerate(error_map.mask)
     ]
     by = "key" if by_key else "query"
     title = f"Batch row {error_map.at[0]}, head {error_map.at[1]}: who attends to whom, each {by} shaded by its error"
     return _render_panel(title, lines, ("T", "S"), error_map.mask_shape, error_map.blocks, level)
-
-
-def _iter_marked(line: str, y: int, *, by_key: bool) -> Iterator[tuple[int, str]]:
-    """Yield `(index of the pair's shade in the marks, cell of the mask)` along line `y` of the mask."""
-    for x, pair in enumerate(line):
-        yield x if by_key else y, pair
-
-
-def _shade_pair(pair: str, mark: str) -> str:
-    return " " if pair == "0" else mark or "-"
 
 
 def _render_cells(error_map: ErrorMap, level: int) -> str:
@@ -122,12 +104,9 @@ def _render_panel(
     """Render one drawing with its heading and the names of its axes.
 
     Args:
-      title: the heading, and the label of the drawing.
-      lines: the rows of the drawing, with one shade character for each cell.
       axes: names of the vertical and the horizontal axis.
       shape: how many elements each axis has.
       blocks: how many elements a block has along each axis; 0 where that is not known.
-      level: the level of the heading, 4 for `<h4>`.
     """
     columns = max(map(len, lines), default=0)
     if not lines or not columns:
@@ -137,7 +116,10 @@ def _render_panel(
     paths = _render_paths(lines, across, down)
     paths += f'<path d="M0 0h{width}v{height}h-{width}z" fill="none" stroke="var(--muted)" stroke-width="1"/>'
     paths += _render_block_borders(shape, blocks, width, height)
-    names = [_format_axis(_AXIS_NAMES.get(axis, axis), count) for axis, count in zip(axes, shape, strict=True)]
+    names = [
+        html.escape(_AXIS_NAMES.get(axis, axis) + (f" 0 to {count - 1:,}" if count > 1 else ": 1"))
+        for axis, count in zip(axes, shape, strict=True)
+    ]
     texts = f'<text x="0" y="-6">{names[1]}</text>'
     texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{names[0]}</text>'
     room = max(width, 9 * len(names[1])), max(height, 7 * len(names[0]))
@@ -148,10 +130,6 @@ def _render_panel(
         f"<div><h{level}>{label}</h{level}>"
         f'<svg role="img" aria-label="{label}" viewBox="{box}" {size}>{paths}{texts}</svg></div>'
     )
-
-
-def _format_axis(name: str, count: int) -> str:
-    return html.escape(f"{name} 0 to {count - 1:,}" if count > 1 else f"{name}: 1")
 
 
 def _render_paths(lines: Sequence[str], across: int, down: int) -> str:

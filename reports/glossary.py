@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 
 from markupsafe import Markup, escape
-
-from reports.site_links import build_check_link, build_term_link
 
 TERMS: Mapping[str, str] = {
     "bound": "The rounding error that a correct implementation may have at one element, for its declared arithmetic.",
@@ -45,30 +45,44 @@ OTHER_ROWS: Mapping[str, str] = {
 _LINKED = ("max ratio", "rms ratio", "bound")
 """Terms that lines of evidence have, as `text_format` writes them."""
 _TERM = re.compile(rf"\b({'|'.join(_LINKED)})\b")
+_PACKAGE = "attention-conformance"
+_CHECKS_PAGE = "checks.html"
+TERM_PAGES: Mapping[str, str] = {
+    "bound": "verdicts.html#the-four-numbers",
+    "case": "features.html#ids",
+    "check": "checks.html",
+    "expected failure": "reference/outcomes.html#known-failures",
+    "feature": "features.html#features",
+    "finding": "findings.html",
+    "limit": "verdicts.html#the-two-limits",
+    "margin": "cases.html#a-case-must-be-able-to-fail",
+    "max ratio": "verdicts.html#the-two-limits",
+    "planted bug": "sensitivity.html#planted-bugs",
+    "poison": "checks.html#poison",
+    "ratio": "verdicts.html#the-four-numbers",
+    "ratio_flash": "contract.html#the-two-reference-backward-passes",
+    "record": "reference/records.html",
+    "result": "glossary.html",
+    "rms ratio": "verdicts.html#the-two-limits",
+    "times its limit": "verdicts.html#the-two-limits",
+    "unjudged": "reference/outcomes.html#outcomes",
+    "unsupported": "reference/outcomes.html#outcomes",
+}
+"""The page of the site that explains each term, relative to the address of the site."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A word of the page and its meaning.
+    """A word of the page and its meaning."""
 
-    Attributes:
-      word: as it stands on the page.
-      anchor: the address of its meaning on the page.
-      meaning: one or two sentences.
-      link: the address of more about it; empty if there is none.
-    """
-
-    word: str
-    anchor: str
-    meaning: str
-    link: str = ""
+    word: str  # as it stands on the page
+    anchor: str  # the address of its meaning on the page
+    meaning: str  # one or two sentences
+    link: str = ""  # the address of more about it; empty if there is none
 
     @property
     def meaning_id(self) -> str:
-        """The id of a hidden copy of the meaning, which describes the word to screen readers.
-
-        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
-        """
+        """The id of a hidden copy of the meaning for screen readers, which do not read folded sections."""
         return f"meaning-{self.anchor}"
 
 
@@ -81,12 +95,7 @@ class Glossary:
 
 
 def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossary:
-    """Build the glossary of a page.
-
-    Args:
-      checks: the names of the checks that the page shows.
-      meanings: what checks test, by name. Checks without a meaning have no entry.
-    """
+    """Build the glossary of a page."""
     known = {**OTHER_ROWS, **meanings}
     return Glossary(
         checks={
@@ -108,10 +117,7 @@ def _slugify(word: str) -> str:
 
 
 def mark_terms(text: str, glossary: Glossary) -> Markup:
-    """Link each of the known terms at its first place in a text, and escape all the rest.
-
-    The tab key passes over these links, since the same terms are linked above the findings.
-    """
+    """Link each term, but not by the tab key, at its first place in a text, and escape the rest."""
     seen: set[str] = set()
     parts = []
     for part in _TERM.split(text):
@@ -123,3 +129,30 @@ def mark_terms(text: str, glossary: Glossary) -> Markup:
         else:
             parts.append(str(escape(part)))
     return Markup("".join(parts))
+
+
+@functools.cache
+def find_site() -> str:
+    """Return the site's address with a final slash, the installed package's `Documentation`; empty if none."""
+    try:
+        urls = importlib.metadata.metadata(_PACKAGE).get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    named = dict(line.partition(", ")[::2] for line in urls)
+    address: str = named.get("Documentation", "")
+    return f"{address.rstrip('/')}/" if address else ""
+
+
+def build_check_link(name: str) -> str:
+    """Return the address of a check on the site; empty if there is no site."""
+    return _build_link(f"{_CHECKS_PAGE}#{name}")
+
+
+def build_term_link(term: str) -> str:
+    """Return the address where the site explains a term; empty if there is no site."""
+    return _build_link(TERM_PAGES[term])
+
+
+def _build_link(place: str) -> str:
+    site = find_site()
+    return f"{site}{place}" if site else ""

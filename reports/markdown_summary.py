@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS
-from reports.markdown_text import escape_inline, format_command, format_row
 from reports.metrics import Counts
 from reports.page_model import Summary
 from reports.records import VERDICTS
-from reports.text_format import format_count, format_duration
+from reports.text_format import escape_inline, format_command, format_count, format_duration, format_row
 
 MAX_FINDINGS = 10
 MAX_NOTES = 20

@@ -17,17 +17,11 @@ from reports.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICTS, R
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """An error figure that was judged, and its limit.
+    """An error figure that was judged, and its limit."""
 
-    Attributes:
-      name: `max` for the largest ratio, `rms` for the root mean square of the ratios.
-      value: the error figure.
-      limit: the largest value that passes; None if there is no limit.
-    """
-
-    name: str
-    value: float
-    limit: float | None
+    name: str  # `max` for the largest ratio, `rms` for the root mean square of the ratios
+    value: float  # the error figure
+    limit: float | None  # the largest value that passes; None if there is no limit
 
     @property
     def share(self) -> float | None:
@@ -117,10 +111,7 @@ def rank_record(record: Record) -> float:
 
 
 def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
-    """Return a sort key for failed records, the worst first.
-
-    Records of calls that raised, and failures without an error figure, come before all others.
-    """
+    """Return a sort key for failed records, the worst first: calls that raised and those without a figure."""
     metric = find_decisive_metric(record)
     crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
     return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)

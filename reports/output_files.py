@@ -48,10 +48,6 @@ def _is_page(path: Path) -> bool:
     return head.startswith("<!doctype html>") and any(title in head for title in _PAGE_TITLES)
 
 
-def _is_summary(path: Path) -> bool:
-    return _read_head(path).startswith(_SUMMARY_HEADING)
-
-
 def _is_table(path: Path) -> bool:
     head = _read_head(path)
     return head.startswith("{") and f'"schema": "{_SCHEMA_PREFIX}' in head
@@ -64,21 +60,13 @@ TABLE = "table of this project"
 _RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
     RECORDS: _is_records,
     PAGE: _is_page,
-    SUMMARY: _is_summary,
+    SUMMARY: lambda path: _read_head(path).startswith(_SUMMARY_HEADING),
     TABLE: _is_table,
 }
 
 
 def check_output(path: Path, kind: str | None) -> None:
-    """Check that a file can be written, and that it is absent or an older output of the same kind.
-
-    Args:
-      path: where the output goes.
-      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None if the output is appended to a file of any kind.
-
-    Raises:
-      OutputRefused: if not. The message has the reason and the remedy, and does not name the file.
-    """
+    """Check that `path` is absent or an older output of `kind`, any for None. Raises `OutputRefused` with a remedy."""
     try:
         try:
             found = os.stat(path)
@@ -130,11 +118,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def lock_file(descriptor: int, path: Path) -> None:
-    """Lock an open file until this process ends, so that no other run writes it.
-
-    Raises:
-      OutputRefused: with the file's name, if another process has locked it or put another file in its place.
-    """
+    """Lock an open file until this process ends. Raises `OutputRefused`, naming it, if another has or replaced it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -20,19 +20,12 @@ from reports.text_format import format_count, format_duration, format_multiple, 
 
 @dataclasses.dataclass(frozen=True)
 class SectionSummary:
-    """One line about a folded section.
+    """One line about a folded section."""
 
-    Attributes:
-      text: what is inside.
-      wrong: what is wrong with the implementations or the checks, in words; empty if nothing is.
-      doubt: what could not be judged, in words; empty if nothing is.
-      is_judged: whether anything in the section could be wrong. A table of versions cannot.
-    """
-
-    text: str
-    wrong: str = ""
-    doubt: str = ""
-    is_judged: bool = True
+    text: str  # what is inside
+    wrong: str = ""  # what is wrong with the implementations or the checks, in words; empty if nothing is
+    doubt: str = ""  # what could not be judged, in words; empty if nothing is
+    is_judged: bool = True  # whether anything in the section could be wrong. A table of versions cannot.
 
 
 def summarize_reasons(groups: RecordGroups, total: Counts) -> SectionSummary:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
-from reports.markdown_text import escape_inline, format_code, format_row
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_page import PREFIX
 from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
-from reports.text_format import DASH, format_number
+from reports.text_format import DASH, escape_inline, format_code, format_number, format_row
 
 _DTYPES = FEATURE_KINDS["dtype"]
 _SPECIFIC = ("mask", "operands", "shape", "storage", "quantised cache")
@@ -54,10 +53,7 @@ def format_newest(rows: Sequence[RowResult]) -> str:
 
 
 def format_versions(rows: Sequence[RowResult]) -> str:
-    """Format the verdict on each function in all versions, for the libraries of which several were judged.
-
-    Versions of the same result share a line.
-    """
+    """Format functions' verdicts in all versions, equal ones in a line, if several versions were judged."""
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for library in dict.fromkeys(row.library for row in rows):
         judged = [row for row in rows if row.library == library and row.functions]
@@ -89,7 +85,11 @@ def format_precision(rows: Sequence[RowResult]) -> str:
 def format_speed(rows: Sequence[RowResult]) -> str:
     """Format how fast the functions are beside `block_flash`, for the newest versions that were timed."""
     lines = [
-        (_name_version(row), _name_function(one), *(_format_speed(one.speed.get(key)) for key in _SPEEDS))
+        (
+            _name_version(row),
+            _name_function(one),
+            *(format_number(one.speed[key]) if key in one.speed else DASH for key in _SPEEDS),
+        )
         for row in find_newest(rows)
         for one in row.functions
         if one.speed
@@ -164,10 +164,6 @@ def _link_findings(function: FunctionResult) -> str:
         for name in named
     ]
     return ", ".join(links) or DASH
-
-
-def _format_speed(speed: float | None) -> str:
-    return DASH if speed is None else format_number(speed)
 
 
 def _format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

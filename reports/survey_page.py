@@ -148,12 +148,7 @@ def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
 
 
 def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -> str:
-    """Render the page. The same results always give the same text.
-
-    Args:
-      rows: the results.
-      findings: for the name of each finding its title.
-    """
+    """Render the page. The same results always give the same text."""
     kinds = list_features(rows)
     features = [name for _, names in kinds for name in names]
     lines = build_lines(rows, features)

@@ -51,8 +51,6 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
     The verdict comes last, so that what matters most is next to the shell's prompt.
 
     Args:
-      summary: the summary of the run.
-      console: the console to print to.
       page: path of the HTML page, empty if there is none.
     """
     _print_findings(summary, console, page)
@@ -83,10 +81,7 @@ def format_finding(text: FindingText) -> str:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print the timings of implementations side by side, in a table for each case and phase.
-
-    Rows are in the order in which each timing round ran the implementations.
-    """
+    """Print timings side by side, a table for each case and phase, rows in the order of a timing round."""
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
         title.append(panel.case, style="")

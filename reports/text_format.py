@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,10 +193,7 @@ def format_value(item: Any) -> str:
 
 
 def _format_distinct(got: float, expected: float) -> tuple[str, str]:
-    """Format both numbers with seven digits, or with more where their difference needs it.
-
-    The digits suffice if rounding changes the difference by at most a tenth.
-    """
+    """Format both numbers with seven digits, or more until rounding changes their difference by at most a tenth."""
     off = abs(got - expected)
     if not 0 < off < math.inf:
         return format_number(got, digits=7), format_number(expected, digits=7)
@@ -202,3 +201,27 @@ def _format_distinct(got: float, expected: float) -> tuple[str, str]:
     while digits < 17 and max(abs(float(f"{x:.{digits}g}") - x) for x in (got, expected)) > off / 20:
         digits += 1
     return format_number(got, digits=digits), format_number(expected, digits=digits)
+
+
+def escape_inline(text: str) -> str:
+    """Escape text for one line of Markdown, so that no markup of Markdown or HTML in it takes effect."""
+    escaped = re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+    return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+=#:]))", r"\1\\", escaped)
+
+
+def format_code(text: str) -> str:
+    """Format one line of text as code within a line of Markdown or a cell of a table."""
+    return escape_inline(text) if {"`", "|"} & set(text) else f"`{text}`"
+
+
+def format_row(*cells: str) -> str:
+    """Format one row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def format_command(command: str) -> str:
+    """Format a shell command as a fenced block within a list item."""
+    longest = max((len(run) for run in re.findall(r"`+", command)), default=0)
+    fence = "`" * max(3, longest + 1)
+    body = "\n".join(f"  {line}" for line in command.splitlines())
+    return f"  {fence}sh\n{body}\n  {fence}"

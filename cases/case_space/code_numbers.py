@@ -55,10 +55,7 @@ class CodeNumbers:
 
     @functools.cached_property
     def far(self) -> tuple[int, ...]:
-        """Lengths one token or one block above `block * count`, shortest first.
-
-        Any integer of at least 16 serves as `block`, and any integer as `count`.
-        """
+        """Lengths one token or block above `block * count`, shortest first, for integers `block` of 16 or more."""
         pairs = itertools.product((c for c in self.integers if c >= _LEAST_BLOCK), self.integers)
         beside = {block * count + more for block, count in pairs for more in (1, block)}
         return tuple(sorted(x for x in beside if 1000 <= x <= _LONGEST))

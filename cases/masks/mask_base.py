@@ -21,20 +21,17 @@ class Mask:
 
     A mask with `computed=True` is a formula of `(i, j)`, the same for every batch row and head. Its `allowed` works on
     any array type with operators (NumPy, JAX, a Pallas tile). Any other mask has values `[b, n, T, S]`.
-
-    Attributes:
-      feature: what an implementation must support to take the mask (`cases.case.FEATURES`).
-      refusal: the end of the message with which an implementation without the feature refuses the mask, such as "takes
-        no window that moves with each batch row". It is empty if the feature is not opt-in.
-      relative: whether the mask depends only on `i - j`. Then it stays the same if all queries and keys move by the
-        same number of positions.
-      traced: the names of the fields that JAX traces: masks, or arrays of any library. All other fields are static.
     """
 
     computed: ClassVar[bool] = True
-    feature: ClassVar[str] = ""
+    feature: ClassVar[str] = ""  # what an implementation must support to take the mask (`cases.case.FEATURES`)
+    # The end of the message with which an implementation without the feature refuses the mask, such as "takes no window
+    # that moves with each batch row". It is empty if the feature is not opt-in.
     refusal: ClassVar[str] = ""
+    # Whether the mask depends only on `i - j`. Then it stays the same if all queries and keys move by the same number
+    # of positions.
     relative: ClassVar[bool] = False
+    # The names of the fields that JAX traces: masks, or arrays of any library. All other fields are static.
     traced: ClassVar[tuple[str, ...]] = ()
 
     def allowed(self, i: Any, j: Any) -> Any:
@@ -62,10 +59,7 @@ class Mask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features that an implementation must support to be called with this mask.
-
-        The mask spec in a case id names the same features, or more.
-        """
+        """The names of the features that an implementation must support to be called with this mask."""
         return (self.feature or ("dense" if self.is_computed else "dense_batch"),)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:

@@ -18,11 +18,7 @@ Kernels compute positions in int32. The sum of two numbers that are at most `FAR
 
 
 def require_integer(name: str, value: Any) -> int:
-    """Return `value` as a Python integer.
-
-    Raises:
-      TypeError: `value` is no integer, or is not known before tracing; the message calls it `name`.
-    """
+    """Return `value` as a Python integer. Raises `TypeError`, which names `name`, if it is none or traced."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -33,11 +29,7 @@ def require_integer(name: str, value: Any) -> int:
 
 
 def require_integers(name: str, values: Any) -> tuple[int, ...]:
-    """Return `values` as Python integers.
-
-    Raises:
-      TypeError: a value is no integer, or is not known before tracing; the message calls the values `name`.
-    """
+    """Return `values` as Python integers. Raises `TypeError`, which names `name`, if one is none or traced."""
     try:
         each = tuple(values)
     except TypeError as error:

@@ -34,11 +34,6 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
 
     In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
     axes `T` and `S` therefore has sides only if all sequences have the same length.
-
-    Args:
-      mask: the mask of the dense problem.
-      q_length: T of the dense problem.
-      kv_length: S of the dense problem.
     """
     parts = list_conjuncts(mask)
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)

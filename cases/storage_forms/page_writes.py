@@ -36,16 +36,11 @@ class TokenSlots:
     """The place in the pages that each packed token is written to; all arrays are int32 `[total_q]`.
 
     Tokens of padding, past the last sequence, have `NOBODY` in all arrays.
-
-    Attributes:
-      key: the token's key in the dense problem, `b * S + j`.
-      page: the page that the token is written to.
-      row: the row within that page.
     """
 
-    key: np.ndarray
-    page: np.ndarray
-    row: np.ndarray
+    key: np.ndarray  # the token's key in the dense problem, `b * S + j`
+    page: np.ndarray  # the page that the token is written to
+    row: np.ndarray  # the row within that page
 
     @functools.cached_property
     def there(self) -> np.ndarray:
@@ -68,10 +63,7 @@ def find_slots(storage: Storage) -> TokenSlots:
 
 
 def clear_written(storage: Storage, slots: TokenSlots) -> np.ndarray:
-    """Return the dense key in each row of each page before the call, `[pages, page_size]`.
-
-    The rows that the call writes have `NOBODY`.
-    """
+    """Return the dense key in each row of each page before the call, `[pages, page_size]`; `NOBODY` if written."""
     held = storage.held.copy()
     held[slots.page[slots.there], slots.row[slots.there]] = NOBODY
     return held
@@ -94,19 +86,13 @@ def find_write_refusal(case: Case) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Writing:
-    """The inputs of a call that writes pages, and the pages that it must return.
+    """The inputs of a call that writes pages, and the pages that it must return."""
 
-    Attributes:
-      tokens: `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
-      before: `k_pages` and `v_pages` as the call gets them.
-      after: `k_pages` and `v_pages` as the call must return them.
-      written: whether the call writes each row, booleans `[pages, page_size]`.
-    """
-
+    # `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
     tokens: Mapping[str, np.ndarray]
-    before: Mapping[str, np.ndarray]
-    after: Mapping[str, np.ndarray]
-    written: np.ndarray
+    before: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call gets them
+    after: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call must return them
+    written: np.ndarray  # whether the call writes each row, booleans `[pages, page_size]`
 
 
 def build_writing(
@@ -115,7 +101,6 @@ def build_writing(
     """Build the inputs of a call that writes pages, and the pages that it must return.
 
     Args:
-      problem: the operands, dense.
       seed: the seed of the arbitrary numbers in rows that hold no key or value of the problem.
       finite: whether these arbitrary numbers are finite; otherwise they are NaNs of many bit patterns.
       before: the pages that an earlier call returned. By default, pages are built from the earlier keys of the problem,
@@ -142,20 +127,14 @@ def view_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, finite: bool) -> np.ndarray:
-    """Gather keys or values `x [B, S, K, depth]` at the dense keys `held [...]`, as `[..., K, depth]`.
-
-    Where `held` is `NOBODY`, the result has arbitrary numbers.
-    """
+    """Gather `x [B, S, K, depth]` at the dense keys `held [...]`; arbitrary numbers where `held` is `NOBODY`."""
     flat = x.reshape(-1, *x.shape[2:])
     anything = _draw_garbage(seed, stream, (*held.shape, *x.shape[2:]), x.dtype, finite=finite)
     return np.where((held != NOBODY)[..., None, None], flat[np.maximum(held, 0)], anything)
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Draw arbitrary numbers whose bits differ from row to row, so that a row that moved is noticed.
-
-    They are NaNs of either sign, or finite numbers of magnitude 64 to 128.
-    """
+    """Draw numbers whose bits differ from row to row: NaNs of either sign, or numbers of magnitude 64 to 128."""
     drawn = draw_integers(seed, f"written-{stream}", shape, 2**31)
     sign = drawn % 2
     if finite:

@@ -170,8 +170,6 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     A page that is taken again keeps the old keys in the rows that its new owner has not yet written.
 
     Args:
-      case: the case of the whole trace.
-      steps: the steps of the trace.
       sizes: B, T and S of the dense problem of a step.
     """
     assert case.stored is not None
@@ -248,10 +246,7 @@ def _build_compiled() -> tuple[Case, ...]:
 
 
 def _build_compiled_scales() -> tuple[Case, ...]:
-    """Build cases of quantised pages to compile.
-
-    Each has a sequence with several queries. Kernels that take one query per sequence are judged on other cases.
-    """
+    """Build cases of quantised pages to compile, each with a sequence of several queries."""
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     token, token8 = "kvint8-token", "kvfp8-token"

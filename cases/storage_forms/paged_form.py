@@ -46,11 +46,6 @@ def check_lengths(text: str, q_lengths: Sequence[int], kv_lengths: Sequence[int]
 
     The keys of a sequence include those of the tokens that are its queries, since a server writes them first.
 
-    Args:
-      text: the storage as the case id writes it, for messages.
-      q_lengths: the number of queries of each sequence.
-      kv_lengths: the number of keys of each sequence.
-
     Raises:
       ValueError: naming the first such sequence, its lengths and what to change.
     """
@@ -96,10 +91,7 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
 
 
 def count_shared_pages(spec: StorageSpec, kv_lengths: tuple[int, ...]) -> list[int]:
-    """Return how many pages each sequence shares with the first one.
-
-    Two sequences share half of the pages that both fill, rounded up. The count is 0 if `spec` shares no pages.
-    """
+    """Return how many pages each sequence shares with the first: half of those that both fill, or 0 by `spec`."""
     size = spec.size or 1
     return [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
 
@@ -128,11 +120,8 @@ def build_layout(
       requests: the rows of the tables, in order.
       sizes: B, T and S of the dense problem.
       held: the dense key in each row of each page, `[pages, page_size]`.
-      max_seqs: the number of rows of the tables.
       total_q: the number of packed queries, padding included.
-      pages_per_seq: the number of entries in each row of `page_indices`.
       seed: the seed of the junk in table entries that no kernel may use.
-      form: the name of the storage form.
     """
     batch, q_length, kv_length = sizes
     size = held.shape[1]

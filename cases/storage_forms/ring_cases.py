@@ -148,8 +148,6 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     ring. A slot that a request has not written yet keeps the token of the request that had the row before.
 
     Args:
-      case: the case of the whole trace.
-      steps: the steps of the trace.
       sizes: B, T and S of the dense problem of a step.
     """
     last = {row: stop for step in steps for row, _, stop in step}

@@ -54,20 +54,13 @@ _DRAWN_SCALES = (None, None, 1.0, 0.3)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A level of the axis `shape` of a model: the sequences of one call.
+    """A level of the axis `shape` of a model: the sequences of one call."""
 
-    Attributes:
-      name: a short name of the call, such as `prefill` or `many`.
-      lengths: returns the lengths of the sequences, from the size of pages or rings.
-      phase: the phase of the case; `decode` if no sequence has more than one query.
-      heads: heads `(N, K)`, in models of sizes; None if the model has an axis of heads.
-      depths: depths `(H, V)`, in models of sizes; None if the model has an axis of depths, or for `(64, 64)`.
-    """
-
-    name: str
-    lengths: Callable[[int], SequenceLengths]
-    phase: str = "prefill"
-    heads: tuple[int, int] | None = None
+    name: str  # a short name of the call, such as `prefill` or `many`
+    lengths: Callable[[int], SequenceLengths]  # returns the lengths of the sequences, from the size of pages or rings
+    phase: str = "prefill"  # the phase of the case; `decode` if no sequence has more than one query
+    heads: tuple[int, int] | None = None  # heads `(N, K)`, in models of sizes; None if the model has an axis of heads
+    # Depths `(H, V)`, in models of sizes; None if the model has an axis of depths, or for `(64, 64)`.
     depths: tuple[int, int] | None = None
 
 
@@ -156,9 +149,6 @@ def draw_sequences(
     """Draw a case with packed queries; Hypothesis shrinks it towards one sequence of one token.
 
     Args:
-      draw: Hypothesis' function that draws from a strategy.
-      form: the name of the storage form.
-      phases: the phases to draw from.
       sizes: the strategy of page sizes; None for a form without a size.
       draw_lengths: returns the strategy of `(queries, keys)` of one sequence, from the phase and the page size.
     """

@@ -26,18 +26,11 @@ STORED_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 
 @dataclasses.dataclass(frozen=True)
 class StorageSpec:
-    """The storage of a case, parsed from its id.
-
-    Attributes:
-      form: the name of the storage form.
-      size: the number of tokens in a page, or of slots in a ring; None for a form without pages or rings.
-      shared: whether sequences have a common prefix, and share the pages of that prefix.
-      q_lengths: the number of queries of each sequence; empty if all have `T`.
-    """
+    """The storage of a case, parsed from its id."""
 
     form: str
-    size: int | None
-    shared: bool
+    size: int | None  # the number of tokens in a page, or of slots in a ring; None for a form without pages or rings
+    shared: bool  # whether sequences have a common prefix, and share the pages of that prefix
     q_lengths: tuple[int, ...]
 
     def get_q_lengths(self, batch: int, q_length: int) -> tuple[int, ...]:
@@ -76,19 +69,12 @@ class StoredCase(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleParameters:
-    """A pair of parameters by which a user's function takes the scales of a quantised cache.
+    """A pair of parameters by which a user's function takes the scales of a quantised cache."""
 
-    Attributes:
-      names: the names of the two parameters, for the scales of keys and of values.
-      descriptions: what each of the two parameters holds, for messages.
-      features: the features that a function with both parameters offers.
-      as_numbers: whether the scales are Python numbers, one for all keys and one for all values.
-    """
-
-    names: tuple[str, str]
-    descriptions: tuple[str, str]
-    features: frozenset[str]
-    as_numbers: bool
+    names: tuple[str, str]  # the names of the two parameters, for the scales of keys and of values
+    descriptions: tuple[str, str]  # what each of the two parameters holds, for messages
+    features: frozenset[str]  # the features that a function with both parameters offers
+    as_numbers: bool  # whether the scales are Python numbers, one for all keys and one for all values
 
 
 def accept_all_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, extra: str | None) -> None:
@@ -116,62 +102,45 @@ def keep_layout(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StorageForm:
-    """One way in which operands are stored.
+    """One way in which operands are stored."""
 
-    Attributes:
-      name: the name of the form in `Implementation.storage`, and of the feature that cases of this form need.
-      description: one line that describes the form in lists of features.
-      prefixes: the prefix of the storage in a case id, without shared pages (False) and with them (True).
-      unit: the plural noun for what the size in a case id measures, such as "pages"; empty if the id has no size.
-      has_q_lengths: whether each sequence may have its own number of queries; otherwise all have `T`.
-      is_cache: whether keys and values are a cache: read only, without gradients, and always under a causal mask.
-      is_tied: whether the values are the first coordinates of the keys, so that there is no array of values.
-      maps_over_batch: whether `jax.vmap` can map the call over its operands.
-      check_sizes: raises `ValueError` for K, H, V or another operand that the form cannot have.
-      check_lengths: raises `ValueError` for numbers of queries and keys of a sequence that the form cannot have.
-      find_mask_refusal: returns why no call of this form can have the mask of a case, or None.
-      find_widest_left: returns the left side of the widest window for which a layout holds all keys that queries see;
-        None if the layout holds all keys.
-      draw_layout: draws the place of each query and key in memory; None if operands stay dense.
-      describe_layout: describes a drawn layout in a phrase.
-      operands: the names of the positional arguments of a user's function.
-      tables: the names of the arrays of a layout that the call gets by keyword.
-      parameters: every keyword parameter that a user's function may have.
-      required: the keyword parameters that a function of this form must have, each with a description.
-      marks: keyword parameters by which a user's function is recognised as one of this form.
-      noun: a noun for the operands of this form, for messages.
-      scales: the ways in which a function may take the scales of a quantised cache; empty if it takes none.
-      example: the storage in a case id, for an example with one sequence and T = S = 128 or one query.
-      arrange: turns gathered keys and values, `[*held.shape, K, depth]`, into the arguments of the call.
-      level: the name of the form among the levels to which a report attributes failures.
-      condition: the words after "where" in a report's sentence about such a level, such as "operands are paged".
-    """
-
-    name: str
-    description: str
+    name: str  # the name of the form in `Implementation.storage`, and of the feature that cases of this form need
+    description: str  # one line that describes the form in lists of features
+    # The prefix of the storage in a case id, without shared pages (False) and with them (True).
     prefixes: Mapping[bool, str]
+    # The plural noun for what the size in a case id measures, such as "pages"; empty if the id has no size.
     unit: str = ""
-    has_q_lengths: bool = True
-    is_cache: bool
+    has_q_lengths: bool = True  # whether each sequence may have its own number of queries; otherwise all have `T`
+    is_cache: bool  # whether keys and values are a cache: read only, without gradients, and always under a causal mask
+    # Whether the values are the first coordinates of the keys, so that there is no array of values.
     is_tied: bool = False
-    maps_over_batch: bool = True
+    maps_over_batch: bool = True  # whether `jax.vmap` can map the call over its operands
+    # Raises `ValueError` for K, H, V or another operand that the form cannot have.
     check_sizes: Callable[[str, int, int, int, str | None], None] = accept_all_sizes
+    # Raises `ValueError` for numbers of queries and keys of a sequence that the form cannot have.
     check_lengths: Callable[[str, Sequence[int], Sequence[int]], None] = accept_all_lengths
+    # Returns why no call of this form can have the mask of a case, or None.
     find_mask_refusal: Callable[[StoredCase, StorageSpec, Sides], str | None] = accept_all_masks
+    # Returns the left side of the widest window for which a layout holds all keys that queries see; None if the layout
+    # holds all keys.
     find_widest_left: Callable[[Storage], int | None] = allow_any_left
+    # Draws the place of each query and key in memory; None if operands stay dense.
     draw_layout: Callable[[StoredCase, StorageSpec], Storage] | None
-    describe_layout: Callable[[Storage], str] | None = None
-    operands: tuple[str, ...] = ("q", "k", "v")
-    tables: tuple[str, ...] = ()
-    parameters: tuple[str, ...]
+    describe_layout: Callable[[Storage], str] | None = None  # describes a drawn layout in a phrase
+    operands: tuple[str, ...] = ("q", "k", "v")  # the names of the positional arguments of a user's function
+    tables: tuple[str, ...] = ()  # the names of the arrays of a layout that the call gets by keyword
+    parameters: tuple[str, ...]  # every keyword parameter that a user's function may have
+    # The keyword parameters that a function of this form must have, each with a description.
     required: Mapping[str, str]
-    marks: tuple[str, ...] = ()
-    noun: str
+    marks: tuple[str, ...] = ()  # keyword parameters by which a user's function is recognised as one of this form
+    noun: str  # a noun for the operands of this form, for messages
+    # The ways in which a function may take the scales of a quantised cache; empty if it takes none.
     scales: tuple[ScaleParameters, ...] = ()
-    example: str
+    example: str  # the storage in a case id, for an example with one sequence and T = S = 128 or one query
+    # Turns gathered keys and values, `[*held.shape, K, depth]`, into the arguments of the call.
     arrange: Callable[[Mapping[str, Any]], dict[str, Any]] = keep_layout
-    level: str
-    condition: str
+    level: str  # the name of the form among the levels to which a report attributes failures
+    condition: str  # the words after "where" in a report's sentence about such a level, such as "operands are paged"
 
     @property
     def is_dense(self) -> bool:

@@ -24,28 +24,22 @@ _JUNK_ENTRIES = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Storage:
-    """The place in memory of every operand of a problem; all arrays are int32.
-
-    Attributes:
-      form: the name of the storage form.
-      q_rows: for each stored query, its dense query `b * T + i`, or `NOBODY`. The shape is `[total_q]` if queries are
-        packed, and `[rows, T]` if each sequence has a row.
-      places: for each dense query, its index in the flattened `q_rows`, or `NOBODY`, `[B, T]`.
-      held: for each place of a key, the dense key `b * S + j` that lies there, or `NOBODY`. The shape is `[total_kv]`,
-        `[pages, page_size]` or `[rows, slots]`.
-      owner: for each dense key, the dense key whose value a kernel reads in its stead, `[B, S]`. It is another key only
-        if sequences share a page.
-      tables: the arrays by which a kernel finds queries and keys, by name.
-      stale: the number that fills memory without an operand of the problem. None for the worst number that the kernel
-        must tolerate: NaN, or a finite number if the kernel declares that such memory must be finite.
-    """
+    """The place in memory of every operand of a problem; all arrays are int32."""
 
     form: str
+    # For each stored query, its dense query `b * T + i`, or `NOBODY`. The shape is `[total_q]` if queries are packed,
+    # and `[rows, T]` if each sequence has a row.
     q_rows: np.ndarray
-    places: np.ndarray
+    places: np.ndarray  # for each dense query, its index in the flattened `q_rows`, or `NOBODY`, `[B, T]`
+    # For each place of a key, the dense key `b * S + j` that lies there, or `NOBODY`. The shape is `[total_kv]`,
+    # `[pages, page_size]` or `[rows, slots]`.
     held: np.ndarray
+    # For each dense key, the dense key whose value a kernel reads in its stead, `[B, S]`. It is another key only if
+    # sequences share a page.
     owner: np.ndarray
-    tables: Mapping[str, np.ndarray]
+    tables: Mapping[str, np.ndarray]  # the arrays by which a kernel finds queries and keys, by name
+    # The number that fills memory without an operand of the problem. None for the worst number that the kernel must
+    # tolerate: NaN, or a finite number if the kernel declares that such memory must be finite.
     stale: float | None = None
 
     @functools.cached_property
@@ -81,19 +75,12 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sequence of a call, which is one row of the call's tables.
+    """One sequence of a call, which is one row of the call's tables."""
 
-    Attributes:
-      row: the batch row of the sequence in the dense problem.
-      queries: the number of queries in the call; they are the last of the `T` queries of the batch row.
-      keys: the number of keys that the call may read, from key 0 on.
-      pages: the indices of the sequence's pages, in order; empty in forms without pages.
-    """
-
-    row: int
-    queries: int
-    keys: int
-    pages: tuple[int, ...] = ()
+    row: int  # the batch row of the sequence in the dense problem
+    queries: int  # the number of queries in the call; they are the last of the `T` queries of the batch row
+    keys: int  # the number of keys that the call may read, from key 0 on
+    pages: tuple[int, ...] = ()  # the indices of the sequence's pages, in order; empty in forms without pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,9 +100,6 @@ def pack_queries(
 
     Args:
       requests: the rows of the tables, in order.
-      batch: B of the dense problem.
-      q_length: T of the dense problem.
-      max_seqs: the number of rows of the tables.
       total_q: the number of packed queries, padding included.
       seed: the seed of the junk in table entries that no kernel may use.
     """

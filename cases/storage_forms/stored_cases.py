@@ -47,8 +47,6 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
     """Return why no kernel of a storage form can be judged on `case`, or None if one can.
 
     Args:
-      case: the case.
-      form: the name of the storage form.
       writes: whether the kernel also writes the new tokens of each sequence into pages.
     """
     if case.stored is None:

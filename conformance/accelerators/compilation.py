@@ -27,13 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from conformance import program_cache
-from conformance.accelerators import mosaic_kernels
 from conformance.accelerators.program_observers import CompilerRequests, ObservedProgram, load_observers
 from conformance.accelerators.targets import CompileTarget
 from conformance.temporary_folders import use_temporary_folder
 
 _MAX_REASON = 400  # longest error message in a record, in characters
-# Matches an error line that the compiler of Mosaic GPU kernels prints.
+_KERNEL_HASH = "kernel_hash"  # MLIR attribute by which the compiler of Mosaic GPU kernels identifies a cached kernel
+# Matches an error line that this compiler prints.
 _MOSAIC_ERROR = re.compile(r"error: (.+)")
 _compilation_counter = itertools.count()
 # Matches an HLO instruction in an error message. Its operands and attributes take hundreds of characters, so messages
@@ -59,7 +59,6 @@ def compile_for(
     """Compile a program for one chip, and return measurements of the compiled program by name.
 
     Args:
-      target: the chip.
       function: a jitted function.
       operands: the function's operands in any pytree: arrays, or other objects with a shape and a dtype.
       depths: the head dimensions of keys and of values (H, V), if the program is attention. Observers use them to count
@@ -76,7 +75,7 @@ def compile_for(
       CompileError: if the function cannot be traced, lowered or compiled.
     """
     sharding = _build_sharding(target)
-    placed = jax.tree.map(functools.partial(_place_operand, sharding), operands)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
     observers = load_observers()
     start = time.perf_counter()
     with _trace_on_sharding(sharding):
@@ -105,21 +104,13 @@ def compile_for(
 
 
 def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which JAX traces programs for one chip of `target`.
-
-    Raises:
-      NoCompiler: if this machine cannot compile for the target.
-    """
+    """Return a context in which JAX traces for one chip of `target`. Raises `NoCompiler` without a compiler."""
     return _trace_on_sharding(_build_sharding(target))
 
 
 @contextlib.contextmanager
 def _trace_on_sharding(sharding: NamedSharding) -> Iterator[None]:
-    """Make JAX trace for the chip of `sharding` within this context.
-
-    x64 is off, since kernels do not lower under x64. The chip is the abstract mesh, since some kernels read the device
-    kind from the mesh.
-    """
+    """Make JAX trace for the chip of `sharding`, as an abstract mesh, without x64, under which kernels do not lower."""
     with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         yield
 
@@ -161,14 +152,26 @@ def _rename_mosaic_kernels(module: Any) -> bool:
     architecture. So for a second GPU the compiler would return the code that it compiled for the first GPU. The second
     GPU may lack instructions of that code. The compiler would also not print the kernel's registers and spills again.
     """
-    kernels = list(mosaic_kernels.iter_mosaic_kernels(module))
+    kernels = list(iter_mosaic_kernels(module))
     for operation, entries in kernels:
-        name = hashlib.sha256(
-            f"{next(_compilation_counter)}".encode() + entries[mosaic_kernels.KERNEL_HASH].value_bytes
-        ).digest()
-        entries[mosaic_kernels.KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
+        name = hashlib.sha256(f"{next(_compilation_counter)}".encode() + entries[_KERNEL_HASH].value_bytes).digest()
+        entries[_KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
         operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
     return bool(kernels)
+
+
+def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each call of a Mosaic GPU kernel in a lowered module, as (operation, its backend configuration)."""
+    found = []
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        config: Any = operation.attributes.get("mhlo.backend_config", None)
+        if isinstance(config, ir.DictAttr) and _KERNEL_HASH in config:
+            found.append((operation, {config[at].name: config[at].attr for at in range(len(config))}))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    yield from found
 
 
 @contextlib.contextmanager
@@ -208,11 +211,6 @@ def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _place_operand(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and placement of an operand on the chip, in place of the array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
 def _measure_memory(compiled: Any) -> dict[str, float]:
     """Return the sizes that the compiler reports for a compiled program, in bytes, by name."""
     analysis = compiled.memory_analysis()
@@ -227,10 +225,7 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 
 def format_first_line(error: BaseException) -> str:
-    """Format an exception as one line: its type and the first line of its message.
-
-    If that line ends in a colon, the next line is appended. HLO instructions are shortened to their names.
-    """
+    """Format an exception as its type and first line, with the next after a colon; HLO instructions by name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     words = ""
     for line in lines:

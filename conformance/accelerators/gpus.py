@@ -15,37 +15,23 @@ class Gpu:
     Threads, registers and shared memory are from the CUDA C++ programming guide, "Compute capabilities". Cores and
     memory are from NVIDIA's data sheets. The compiler rejects kernels that need more shared memory than the GPU has.
     The speeds only influence XLA's own optimizations.
-
-    Attributes:
-      name: name of the GPU in records.
-      kind: the GPU's `jax.Device.device_kind`, from which kernels choose their block sizes.
-      major: major compute capability; the minor compute capability is 0 for all GPUs here.
-      architecture: name of the architecture for `ptxas`, such as `sm_90a`.
-      core_count: number of multiprocessors.
-      fpus_per_core: f32 units of a multiprocessor.
-      shared_memory_per_core: shared memory of a multiprocessor, in bytes.
-      shared_memory_per_block: largest shared memory of a block, in bytes.
-      l2_cache: size of the L2 cache, in bytes.
-      memory: size of the memory, in bytes.
-      bandwidth: bandwidth of the memory, in bytes per second.
-      clock_ghz: boost clock in GHz.
-      products_per_core: products of 16-bit numbers that a multiprocessor's tensor cores compute in a cycle. A100: 1024,
-        from the white paper of its architecture. Hopper: twice as many, from its white paper. B200: the dense peak of
-        its data sheet, 2,250 TFLOP/s, over multiprocessors and clock, rounded to the next power of two.
     """
 
     name: str
-    kind: str
-    major: int
-    architecture: str
+    kind: str  # the GPU's `jax.Device.device_kind`, from which kernels choose their block sizes
+    major: int  # major compute capability; the minor compute capability is 0 for all GPUs here
+    architecture: str  # name of the architecture for `ptxas`, such as `sm_90a`
     core_count: int
-    fpus_per_core: int
-    shared_memory_per_core: int
-    shared_memory_per_block: int
+    fpus_per_core: int  # f32 units of a multiprocessor
+    shared_memory_per_core: int  # shared memory of a multiprocessor, in bytes
+    shared_memory_per_block: int  # largest shared memory of a block, in bytes
     l2_cache: int
     memory: int
     bandwidth: int
     clock_ghz: float
+    # Products of 16-bit numbers that a multiprocessor's tensor cores compute in a cycle. A100: 1024, from the white
+    # paper of its architecture. Hopper: twice as many, from its white paper. B200: the dense peak of its data sheet,
+    # 2,250 TFLOP/s, over multiprocessors and clock, rounded to the next power of two.
     products_per_core: int
 
     @property

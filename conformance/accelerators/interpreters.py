@@ -47,7 +47,6 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
 
     Args:
       seed: seed of the random order in which the parallel dimensions of a TPU kernel's grid run on two cores.
-      platform: `"tpu"` or `"gpu"`.
     """
     kind: Any = _load_tpu().InterpretParams
     options: dict[str, Any] = {
@@ -66,11 +65,7 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
 
 @contextlib.contextmanager
 def capture_races() -> Iterator[list[str]]:
-    """Collect the races that occur within this context, one line for each race.
-
-    The list is filled when the context ends. The interpreters are reset before and after, since a kernel that raises
-    leaves its state behind.
-    """
+    """Collect the races in this context, a line each, once it ends; the interpreters are reset before and after."""
     found: list[str] = []
     printed = io.StringIO()
     _reset_interpreters()
@@ -103,10 +98,7 @@ def _build_race_handler(stream: io.StringIO) -> logging.Handler:
 
 @contextlib.contextmanager
 def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
-    """Send a logger's messages to `handler`, and not to parent loggers, within this context.
-
-    The name None stands for the root logger.
-    """
+    """Send a logger's messages to `handler` alone within this context; None is the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -137,10 +129,7 @@ def _load_tpu() -> Any:
 
 
 def _reset_interpreters() -> None:
-    """Reset the interpreters' state, and discard the pending effects of a failed kernel.
-
-    Otherwise JAX would raise the failed kernel's error again.
-    """
+    """Reset the interpreters and discard a failed kernel's pending effects, whose error JAX would raise again."""
     _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()

@@ -18,37 +18,25 @@ from conformance.extensions import load_attribute, load_extensions
 
 @dataclasses.dataclass(frozen=True)
 class CompilerRequests:
-    """Compiler options and environment variables that an observer needs for one compilation.
+    """Compiler options and environment variables that an observer needs for one compilation."""
 
-    Attributes:
-      options: compiler options by name, as for `jax.stages.Lowered.compile`.
-      variables: environment variables that are set while the compiler of Mosaic GPU kernels runs.
-    """
-
+    # Compiler options by name, as for `jax.stages.Lowered.compile`.
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Environment variables that are set while the compiler of Mosaic GPU kernels runs.
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class ObservedProgram:
-    """A program compiled for an absent accelerator, in all its stages.
-
-    Attributes:
-      target: the chip that the program was compiled for.
-      traced: the traced program, a `jax.stages.Traced`.
-      lowered: the lowered program, a `jax.stages.Lowered`.
-      compiled: the compiled program, a `jax.stages.Compiled`.
-      folder: a temporary folder with the files that an observer asked the compiler to write.
-      printed: lines that the compiler of Mosaic GPU kernels printed.
-      depths: the head dimensions of keys and of values (H, V), if the program is attention; otherwise None.
-    """
+    """A program compiled for an absent accelerator, in all its stages."""
 
     target: CompileTarget
     traced: Any
     lowered: Any
     compiled: Any
-    folder: Path
-    printed: list[str]
+    folder: Path  # a temporary folder with the files that an observer asked the compiler to write
+    printed: list[str]  # lines that the compiler of Mosaic GPU kernels printed
+    # The head dimensions of keys and of values (H, V), if the program is attention; otherwise None.
     depths: tuple[int, int] | None
 
 
@@ -59,7 +47,6 @@ class ProgramObserver(Protocol):
         """Return the options and variables that this observer needs; called before each compilation.
 
         Args:
-          target: the chip that the program is compiled for.
           folder: an empty temporary folder for the compiler's files, which is removed after `measure`.
         """
         ...

@@ -20,32 +20,22 @@ from conformance.accelerators.tpus import TPUS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """The compiler of one platform: where it is, and how to call it.
+    """The compiler of one platform: where it is, and how to call it."""
 
-    Attributes:
-      platform: name of the platform in implementations (`Accelerator.platform`): `"tpu"` or `"gpu"`.
-      topologies: name of the platform in `jax.experimental.topologies`: `"tpu"` or `"cuda"`.
-      modules: Python modules that must be importable for the compiler to work.
-      install: the command that installs the compiler.
-      environment: environment variables that the compiler needs on a machine without the accelerator.
-      programs: function that finds the folder of external programs that the compiler calls, such as `ptxas`; None if
-        the compiler calls no such programs.
-      programs_are: names of these external programs, for the message that they are missing.
-      folder_option: the compiler option that takes the folder of these external programs.
-      flags: further compiler options, by name.
-      slow: whether compiling a program takes seconds. Then only two programs of each case are compiled: the one with
-        the fewest features and the one with the most.
-    """
-
-    platform: str
-    topologies: str
-    modules: tuple[str, ...]
-    install: str
+    platform: str  # name of the platform in implementations (`Accelerator.platform`): `"tpu"` or `"gpu"`
+    topologies: str  # name of the platform in `jax.experimental.topologies`: `"tpu"` or `"cuda"`
+    modules: tuple[str, ...]  # Python modules that must be importable for the compiler to work
+    install: str  # the command that installs the compiler
+    # Environment variables that the compiler needs on a machine without the accelerator.
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    # Function that finds the folder of external programs that the compiler calls, such as `ptxas`; None if the compiler
+    # calls no such programs.
     programs: Callable[[], Path | None] | None = None
-    programs_are: str = ""
-    folder_option: str = ""
-    flags: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    programs_are: str = ""  # names of these external programs, for the message that they are missing
+    folder_option: str = ""  # the compiler option that takes the folder of these external programs
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)  # further compiler options, by name
+    # Whether compiling a program takes seconds. Then only two programs of each case are compiled: the one with the
+    # fewest features and the one with the most.
     slow: bool = False
 
     @property
@@ -67,14 +57,7 @@ class Toolchain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A chip to compile for.
-
-    Attributes:
-      name: name of the chip in records.
-      toolchain: the compiler of the chip's platform.
-      topology: keyword arguments that describe the chip to `jax.experimental.topologies.get_topology_desc`, in addition
-        to the platform.
-    """
+    """A chip to compile for, with further arguments of `jax.experimental.topologies.get_topology_desc`."""
 
     name: str
     toolchain: Toolchain

@@ -20,28 +20,18 @@ class Tpu:
     matrix units of a core busy for 1,024 cycles. From v6e on, the same products take 512 cycles, although a depth of
     128 fills only half of a unit. The resulting clocks are 1.05 GHz for v4 (as in Jouppi et al. 2023,
     arXiv:2304.01433), 1.5 GHz for v5e, 1.75 GHz for v5p and v6e, and 2.2 GHz for 7x.
-
-    Attributes:
-      name: name of the generation in records.
-      topology: the smallest topology of this generation that libtpu describes.
-      kind: the device's `jax.Device.device_kind`.
-      cores: number of cores of a JAX device; the cores share one kernel call.
-      tflops: peak of a chip in bf16, in TFLOP/s.
-      chip_cores: number of tensor cores of a chip.
-      operations: operations that one core's matrix units do in a cycle, in bf16.
-      hbm_gbps: bandwidth between HBM and one device, in 10^9 bytes per second.
-      delay: number of delay slots, which are bundles after a branch that run whether or not the branch is taken. The
-        compiler's schedules show the number.
     """
 
     name: str
-    topology: str
+    topology: str  # the smallest topology of this generation that libtpu describes
     kind: str
-    cores: int
-    tflops: float
+    cores: int  # number of cores of a JAX device; the cores share one kernel call
+    tflops: float  # peak of a chip in bf16, in TFLOP/s
     chip_cores: int
-    operations: int
-    hbm_gbps: float
+    operations: int  # operations that one core's matrix units do in a cycle, in bf16
+    hbm_gbps: float  # bandwidth between HBM and one device, in 10^9 bytes per second
+    # Number of delay slots, which are bundles after a branch that run whether or not the branch is taken. The
+    # compiler's schedules show the number.
     delay: int
 
     @property

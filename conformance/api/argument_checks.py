@@ -19,7 +19,6 @@ def check_declarations(declarations: Declarations, kernel: object = None) -> Non
     """Check the declarations that a call was given as keywords.
 
     Args:
-      declarations: the declarations.
       kernel: the function that declarations are for. An `Implementation`, and a name, have their own.
 
     Raises:

@@ -58,7 +58,6 @@ class ExportedFunction:
 
     Attributes:
       name: of the function, as `--impl` takes it.
-      readable: folders that the process must be able to read.
     """
 
     name: str

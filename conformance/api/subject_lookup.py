@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import is_sandboxed
 from conformance.session.project_lookup import find_implementation
-from impls.contract.declarations import Declarations, redeclare
+from impls.contract.declarations import Declarations, redeclare, unwrap_partial
 from impls.contract.implementation import Implementation
 from reports.printable_text import make_printable
 
@@ -23,9 +22,7 @@ class JudgedSubject:
     """An implementation to judge, and how reports and code name it.
 
     Attributes:
-      implementation: the implementation.
       expression: how code in the caller's namespace names what was passed.
-      is_sandboxed: whether it runs in a process of its own.
     """
 
     implementation: Implementation
@@ -76,22 +73,22 @@ def load_subject(
         yield JudgedSubject(dataclasses.replace(found, name=label), describe_expression(label), is_sandboxed=True)
 
 
-def describe_function(function: object) -> str:
+def describe_function(function: Any) -> str:
     """Return a name for what a caller passes: that of the function, or of the class of an object."""
     if isinstance(function, str):
         return make_printable(function)
     if isinstance(function, Implementation):
         return function.name
-    function = _unwrap_partial(function)
+    function = unwrap_partial(function)
     name = getattr(function, "__name__", None) or type(function).__name__
     return make_printable(str(name))
 
 
-def describe_function_with_module(function: object) -> str:
+def describe_function_with_module(function: Any) -> str:
     """Return a name for what a caller passes that differs between modules: `module:function`."""
     if isinstance(function, str | Implementation):
         return describe_function(function)
-    function = _unwrap_partial(function)
+    function = unwrap_partial(function)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return make_printable(f"{getattr(function, '__module__', None) or 'unknown'}:{name}")
 
@@ -99,9 +96,3 @@ def describe_function_with_module(function: object) -> str:
 def describe_expression(label: str) -> str:
     """Return how code names a function: by its name, or as `function` where its name is none of Python."""
     return label if label.isidentifier() else "function"
-
-
-def _unwrap_partial(function: object) -> object:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function

@@ -23,35 +23,23 @@ _SELECTED: contextvars.ContextVar[Collection[str] | None] = contextvars.ContextV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A verdict on one observable, with its evidence.
+    """A verdict on one observable, with its evidence."""
 
-    Attributes:
-      observable: the name of what was judged, such as `out` or `dk.merged`.
-      verdict: one of the verdicts of `reports.records`.
-      ratio: the largest error in units of its bound.
-      rms: the root mean square of these ratios.
-      ratio_flash: for gradients, the largest ratio if the expected value is the flash backward pass recomputed from the
-        implementation's own residuals. It is shown and not judged.
-      limit: the largest `ratio` that passes.
-      rms_limit: the largest `rms` that passes; None if there are too few elements to judge it.
-      worst: the element with the largest ratio.
-      reason: the reason for a verdict other than `pass`, or a note for the user.
-      remedy: a declaration or a change with which the user can make it pass.
-      figures: measured numbers by name, which are shown and not judged.
-      failure: the failed comparison, from which patterns of the error are derived.
-    """
-
-    observable: str
-    verdict: str
-    ratio: float | None = None
-    rms: float | None = None
+    observable: str  # the name of what was judged, such as `out` or `dk.merged`
+    verdict: str  # one of the verdicts of `reports.records`
+    ratio: float | None = None  # the largest error in units of its bound
+    rms: float | None = None  # the root mean square of these ratios
+    # For gradients, the largest ratio if the expected value is the flash backward pass recomputed from the
+    # implementation's own residuals. It is shown and not judged.
     ratio_flash: float | None = None
-    limit: float | None = None
-    rms_limit: float | None = None
-    worst: Worst | None = None
-    reason: str = ""
-    remedy: str = ""
+    limit: float | None = None  # the largest `ratio` that passes
+    rms_limit: float | None = None  # the largest `rms` that passes; None if there are too few elements to judge it
+    worst: Worst | None = None  # the element with the largest ratio
+    reason: str = ""  # the reason for a verdict other than `pass`, or a note for the user
+    remedy: str = ""  # a declaration or a change with which the user can make it pass
+    # Measured numbers by name, which are shown and not judged.
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # The failed comparison, from which patterns of the error are derived.
     failure: Failure | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
@@ -68,9 +56,6 @@ def judge_comparison(
 
     Args:
       observable: the name under which the table has the limit.
-      comparison: the result compared with the oracle.
-      dtype: the dtype of the operands.
-      tolerances: the table of limits.
       label: the name in the record, if it differs from `observable`.
       flash: the same gradient compared with the flash backward pass recomputed from the implementation's own residuals.
         It is shown and not judged, since the residuals are judged separately. A small ratio here means that the error

@@ -63,10 +63,7 @@ class ImplementationGrids:
 
     @property
     def declined(self) -> tuple[Case, ...]:
-        """Cases that the implementation must refuse: one for each unsupported level and operand.
-
-        The levels are those of the grids of features and of sizes. The operands are those with their own cases.
-        """
+        """Cases that the implementation must refuse: for each unsupported level, and operand with own cases."""
         plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
         declined = [case for grid in (self.grid, self.sizes) for case in grid.declined]
         for operand in WITH_OWN_CASES:
@@ -92,31 +89,23 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The selection of cases that a check runs on.
+    """The selection of cases that a check runs on."""
 
-    Attributes:
-      name: the name of the scope in `list checks` and in messages.
-      about: a short description of its cases.
-      cases: a function that lists its cases for one implementation, level and base seed.
-      contains: a function that says whether a case belongs to the scope. A case that the user names gets the checks of
-        all scopes that contain it.
-      accepts_any_case: a function that says whether a check may run on every supported case of an implementation, if
-        the user names the check.
-      short: whether few programs have to be compiled for a case.
-      supported: whether the implementation supports the cases. If not, it must refuse them.
-      seeded: whether results depend on the values of operands. If not, the cases of one seed are enough.
-      without_accelerator: a function that returns the call to judge if the implementation's accelerator is missing, or
-        None if nothing can be judged without it.
-    """
-
-    name: str
-    about: str
+    name: str  # the name of the scope in `list checks` and in messages
+    about: str  # a short description of its cases
+    # A function that lists its cases for one implementation, level and base seed.
     cases: Callable[[ImplementationGrids], tuple[Case, ...]]
+    # A function that says whether a case belongs to the scope. A case that the user names gets the checks of all scopes
+    # that contain it.
     contains: Callable[[ImplementationGrids, Case], bool]
+    # A function that says whether a check may run on every supported case of an implementation, if the user names the
+    # check.
     accepts_any_case: Callable[[Implementation], bool] = lambda implementation: False
-    short: bool = False
-    supported: bool = True
-    seeded: bool = True
+    short: bool = False  # whether few programs have to be compiled for a case
+    supported: bool = True  # whether the implementation supports the cases. If not, it must refuse them.
+    seeded: bool = True  # whether results depend on the values of operands. If not, the cases of one seed are enough.
+    # A function that returns the call to judge if the implementation's accelerator is missing, or None if nothing can
+    # be judged without it.
     without_accelerator: Callable[[Implementation], Callable[..., Any] | None] | None = None
 
 
@@ -128,10 +117,7 @@ def _build_scope(
 
 
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List the supported cases of all grids.
-
-    At levels above `quick`, very long sequences and the named regressions are added.
-    """
+    """List the supported cases of all grids; above `quick` also very long sequences and the named regressions."""
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
         return tuple(dict.fromkeys(gridded))
@@ -141,10 +127,7 @@ def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List a few long cases for kernels of a platform whose compiler is installed here.
-
-    An implementation without a declared native call gets one case, so that the report mentions that it has none.
-    """
+    """List a few long cases if a compiler is installed; a single one, to be reported, without a native call."""
     implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
@@ -153,11 +136,7 @@ def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List cases for kernels that JAX can interpret.
-
-    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions that it has
-    none.
-    """
+    """List cases that JAX can interpret; a single one, to be reported, for a TPU kernel without such a call."""
     implementation = grids.implementation
     if not _has_interpreter(implementation):
         return ()

@@ -56,21 +56,16 @@ from conformance.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check: its name, its function, and the cases that it runs on.
+    """A check: its name, its function, and the cases that it runs on."""
 
-    Attributes:
-      name: the name of the check, as users type it after `--check=`.
-      scope: which cases the check runs on.
-      run: yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
-      start: starts the kernel's work in its own process, so that the kernel runs while the judge runs the oracle.
-      compares: whether results are compared with the oracle. If not, the check runs without the oracle, and also on
-        cases that a simple wrong result, such as zeros, would pass.
-    """
-
-    name: str
-    scope: Scope
+    name: str  # the name of the check, as users type it after `--check=`
+    scope: Scope  # which cases the check runs on
+    # Yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
     run: Callable[[Subject], Iterable[Judgement]]
+    # Starts the kernel's work in its own process, so that the kernel runs while the judge runs the oracle.
     start: Callable[[Subject], None] = lambda subject: None
+    # Whether results are compared with the oracle. If not, the check runs without the oracle, and also on cases that a
+    # simple wrong result, such as zeros, would pass.
     compares: bool = True
 
     @property

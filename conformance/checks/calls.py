@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
-from cases.masks import Causal, Dense, Mask
+from cases.masks import Causal, Dense
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_cases import load_form_cases
@@ -142,32 +142,21 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
         problems.append(dataclasses.replace(pair.problems[0], mask=_reverse_rows(problems[-1])))
     combined = dataclasses.replace(case, mask="causal_and_dense-d60")
     if case.storage is None and pair.subject.implementation.supports(combined) is None:
-        problems.append(dataclasses.replace(pair.problems[0], mask=_add_trivial_mask(pair.problems[0])))
+        everywhere = np.ones((1, 1, pair.problems[0].q.shape[1], pair.problems[0].k.shape[1]), bool)
+        problems.append(dataclasses.replace(pair.problems[0], mask=Causal() & Dense(everywhere)))
     for problem in [*problems, pair.problems[0]] if problems else []:
         got = pair.run_eagerly(problem)
         yield pair.judge_out_for(got, (problem,), (pair.subject.expect(problem),))
 
 
 def _reverse_rows(problem: Problem) -> Dense:
-    """Return the mask with all rows but the first in reverse order.
-
-    It has the same first row and the same number of allowed pairs. So a kernel that caches masks by these confuses
-    the two masks.
-    """
+    """Reverse all rows of the mask but the first, so that a cache by first row and number of pairs confuses both."""
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
-def _add_trivial_mask(problem: Problem) -> Mask:
-    """Return a causal mask combined with an array that is true everywhere."""
-    return Causal() & Dense(np.ones((1, 1, problem.q.shape[1], problem.k.shape[1]), bool))
-
-
 def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check calls outside `jit` on the first problem, on one with other values and segment ids, and on the first again.
-
-    All calls are made before any result is read: no call may overwrite the result of an earlier one.
-    """
+    """Call outside `jit` on two problems and the first again, all before a result is read, lest one is overwritten."""
     order = (0, 1, 0)
     results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
     for n, got in zip(order, results, strict=True):
@@ -175,10 +164,7 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
-
-    All batch rows share the case's own bias. This one differs between batch rows.
-    """
+    """Check a call outside `jit` with a bias that differs between batch rows and is zero for the first query."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
@@ -229,10 +215,7 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
 
 
 def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check results and gradients for stored sequences whose lengths and number the usual cases lack.
-
-    If the implementation does not support the requested number of heads, the case's own number is used.
-    """
+    """Check stored sequences of lengths and a number that usual cases lack; heads are the case's own if need be."""
     subject = pair.subject
     requested = dataclasses.replace(subject.case, **changes)
     heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}
@@ -247,10 +230,7 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
 
 
 def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call of `few_operand_calls`, in the first variant that the implementation supports.
-
-    With gradients, `out` is taken from the program that computes them, so that one compiled program suffices.
-    """
+    """Check a call of `few_operand_calls`, in the first supported variant, by one program with its gradients."""
     subject = pair.subject
     if subject.case.storage is not None:
         yield build_unsupported("out", "this call needs dense operands, and the implementation takes stored ones")
@@ -274,10 +254,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` on NumPy operands, then a second call with other values in the same arrays.
-
-    The first result is read after the second call, and the second call must not have changed it.
-    """
+    """Check a call outside `jit` on NumPy operands, whose result no later call on the same arrays may change."""
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
         refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
@@ -288,10 +265,7 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return the pair's problems with masks that are arrays, as a list of one pair.
-
-    The list is empty if the kernel does not get such a mask as an array.
-    """
+    """Return a list of the pair with masks that are arrays; empty if the kernel does not get this mask as an array."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -310,10 +284,7 @@ def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call with one array for the segment ids of queries and keys, as in self-attention.
-
-    The ids are unsorted: an id may occur again after another one.
-    """
+    """Check a call with one array, unsorted, for the segment ids of queries and keys, as in self-attention."""
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
@@ -327,10 +298,7 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with one array for queries, keys and values, as in layers without projections.
-
-    The last token of the array is zero, unless it is the only token.
-    """
+    """Check a call outside `jit` with one array, its last token zero, for queries, keys and values."""
     case = pair.subject.case
     if case.storage is not None:
         yield build_unsupported("out", "stored queries, keys and values cannot be one array")

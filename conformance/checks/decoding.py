@@ -77,11 +77,7 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
-    """Run all steps of a call that writes pages.
-
-    Returns:
-      For each step the expected page writes, and its results: `out` and residuals in dense form, and the page arrays.
-    """
+    """Run all steps of a call that writes pages; return the expected page writes and the results of each step."""
     finite = subject.implementation.behind_mask == "finite"
     writings: list[Writing] = []
     for step in trace:
@@ -113,9 +109,6 @@ def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int
 
     Args:
       whole: exact values and bounds of the single pass, with one batch row for each sequence.
-      step: the step, with the range of queries of each sequence.
-      axis: the axis of queries.
-      shape: the shape of the step's dense result.
     """
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:

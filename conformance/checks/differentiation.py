@@ -175,10 +175,7 @@ def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
 
 
 def _find_unchanged_choices(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
-    """Find the queries that attend to the same keys in `problem` and in all `others`; booleans `[B, T, N, 1]`.
-
-    If the mask does not depend on data, the result is a single true value of shape `[1, 1, 1, 1]`.
-    """
+    """Find the queries that attend to the same keys in `problem` and in all `others`; booleans `[B, T, N, 1]`."""
     if not depends_on_data(problem.mask):
         return np.ones((1, 1, 1, 1), bool)
     same = [((other.allowed == problem.allowed).all(axis=-1) & other.decided) for other in others]
@@ -284,11 +281,7 @@ def _compute_discrepancy(
     """Return the central difference of `<gradients, weights>` minus the one that the second derivative predicts.
 
     Args:
-      subject: the subject.
-      cotangent: the cotangent of `out` for the gradients.
       weights: the weights of each gradient, by operand.
-      moved: the name of the operand that is moved.
-      by: the distance by which it is moved, forwards and backwards.
       derivative: the implementation's derivatives of `<gradients, weights>`, by operand.
     """
     value = getattr(subject.problem, moved)

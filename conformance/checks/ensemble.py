@@ -56,17 +56,11 @@ _SEED_STEP = 2**32
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """The statistics of one observable.
+    """The statistics of one observable."""
 
-    Attributes:
-      bias: the mean error away from zero, in units of half a spacing.
-      standard_error: the standard error of `bias`.
-      spread: the root mean square error, relative to the expected one.
-    """
-
-    bias: float
-    standard_error: float
-    spread: float
+    bias: float  # the mean error away from zero, in units of half a spacing
+    standard_error: float  # the standard error of `bias`
+    spread: float  # the root mean square error, relative to the expected one
 
 
 def check_ensemble(subject: Subject) -> Iterator[Judgement]:

@@ -51,21 +51,14 @@ def check_errors(subject: Subject) -> Iterator[Judgement]:
 
 @dataclasses.dataclass(frozen=True)
 class _WrongCall:
-    """A call with wrong arguments, which an implementation should refuse.
-
-    Attributes:
-      observable: the name of the judgement.
-      names: words, one of which the error's message must contain.
-      given: the arguments of the call.
-      traced: the name of the argument that is a tracer in the call; empty if there is none.
-      meant: the problem that the arguments may reasonably mean. An implementation may accept the call if its result is
-        right for this problem. None if the call must be refused.
-    """
+    """A call with wrong arguments, which an implementation should refuse."""
 
     observable: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # words, one of which the error's message must contain
     given: Mapping[str, Any]
-    traced: str = ""
+    traced: str = ""  # the name of the argument that is a tracer in the call; empty if there is none
+    # The problem that the arguments may reasonably mean. An implementation may accept the call if its result is right
+    # for this problem. None if the call must be refused.
     meant: Problem | None = None
 
 
@@ -76,10 +69,7 @@ def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
-    """Make a wrong call, and judge the error that it raises or the result that it returns.
-
-    The error must be one of the types `kinds`. `NotImplementedError` is reported as unsupported.
-    """
+    """Make a wrong call, and judge the result, or the error, which must be one of the types `kinds`."""
     requirement = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
@@ -100,10 +90,7 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """Judge the result of a wrong call that was accepted, by the oracle on the problem `wrong.meant`.
-
-    If that problem has an axis of length 0, the result must only have the right shape and finite values.
-    """
+    """Judge an accepted wrong call by the oracle on `wrong.meant`, by shape and finiteness for an axis of length 0."""
     meant = wrong.meant
     assert meant is not None
     if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):
@@ -209,10 +196,7 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """Yield problems with an invalid value, or with shapes or dtypes that contradict each other.
-
-    Each is `(name of the judgement, word that the error must contain, problem)`.
-    """
+    """Yield `(name of the judgement, word in the error, problem)` for values, shapes or dtypes that are wrong."""
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     change = dataclasses.replace
@@ -232,10 +216,7 @@ def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]
 
 
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(observable, operand, problem)` for optional arrays with one query or head too many.
-
-    Operands in `refused` are skipped: the implementation does not offer them, or they have their own cases.
-    """
+    """Yield `(observable, operand, problem)` for arrays with a query or head too many, except those in `refused`."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
     for operand in OPTIONAL:

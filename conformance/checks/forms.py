@@ -27,19 +27,12 @@ from reports import records
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """A call with an argument in another form.
+    """A call with an argument in another form."""
 
-    Attributes:
-      name: the name of the form. The observable is `out.` followed by this name.
-      meant: the problem that the call means, which the oracle gets.
-      given: arguments that replace those of `meant` in the call.
-      case: the case of `meant`, if it is not the subject's case.
-    """
-
-    name: str
-    meant: Problem
+    name: str  # the name of the form. The observable is `out.` followed by this name.
+    meant: Problem  # the problem that the call means, which the oracle gets
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    case: Case | None = None
+    case: Case | None = None  # the case of `meant`, if it is not the subject's case
 
 
 def check_forms(subject: Subject) -> Iterator[Judgement]:
@@ -99,10 +92,7 @@ def _supports_plain_bias(subject: Subject) -> bool:
 
 
 def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
-    """Yield forms of the number `name`: 1.0 as an integer, a traced number, and NumPy and JAX numbers.
-
-    NumPy and JAX numbers in f32 are given with bf16 operands. They must not change the dtype of the result.
-    """
+    """Yield forms of the number `name`: an integer, a traced number, and f32 numbers that must not change the dtype."""
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
     traced = np.asarray(getattr(subject.problem, name), np.float32)
@@ -184,10 +174,7 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
 
 
 def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
-    """Yield a bias `[N, T, S]` without the batch axis, in a case with as many batch rows as query heads.
-
-    A kernel may take the first axis for the batch. As B equals N, it raises no error, and its result is wrong.
-    """
+    """Yield a bias `[N, T, S]` without batch axis, where B equals N, so that a kernel may take one for the other."""
     square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
     if subject.implementation.supports(square) is None:
         problem = draw_problem(square)

@@ -80,10 +80,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
 
 
 def _check_visible_nan(subject: Subject) -> Iterator[Judgement]:
-    """Check that every query that attends to a key and value of NaN gets an output that is not finite.
-
-    If a model diverges, attention must not hide it.
-    """
+    """Check that every query that attends to a key and value of NaN gets an output that is not finite."""
     problem = subject.problem
     if not subject.selection.visible_nan or problem.kv_scales is not None or depends_on_data(problem.mask):
         return  # numbers of a quantised cache cannot be NaN, and queries that choose keys need not choose NaN

@@ -23,13 +23,7 @@ from conformance.truth.rounding_bounds import Bounded, Expectation
 
 @dataclasses.dataclass(frozen=True)
 class ProblemPair:
-    """The problem of a case, and another problem with the same shapes, dtype and static arguments.
-
-    Attributes:
-      subject: the subject whose case the first problem is.
-      problems: both problems.
-      cotangents: a cotangent of `out` for each problem; empty if the subject has no gradients.
-    """
+    """A case's problem and another of equal shapes, with cotangents of `out`, empty if there are no gradients."""
 
     subject: Subject
     problems: tuple[Problem, Problem]

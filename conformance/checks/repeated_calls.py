@@ -21,14 +21,7 @@ TRIES_BEFORE_BLAME = 8
 
 
 def find_changes(first: Values, repeat: Callable[[], Values], names: Iterable[str], *, tries: int = 1) -> Values:
-    """Repeat a call up to `tries` times, and return the results that once had other bits than those of `first`.
-
-    Args:
-      first: results of the first call by name.
-      repeat: makes the call again.
-      names: the results to compare.
-      tries: the number of repetitions, if no result changes before.
-    """
+    """Repeat a call up to `tries` times, and return the results that once had other bits than those of `first`."""
     for _ in range(tries):
         again = repeat()
         changed = {name: again[name] for name in names if not find_equal(first[name], again[name]).all()}
@@ -44,14 +37,7 @@ def find_equal(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def judge_repetition(name: str, before: np.ndarray, changes: Mapping[str, np.ndarray], bound: np.ndarray) -> Judgement:
-    """Judge whether a result is the same when the same call is made again.
-
-    Args:
-      name: the name of the result.
-      before: the result of the first call.
-      changes: the results that a repeated call changed, by name.
-      bound: the bound of each element, in which the report gives the size of the change.
-    """
+    """Judge whether a call's result is the same again; `bound` is the unit of the change in the report."""
     label = f"{name}.repeated"
     if name not in changes:
         return Judgement(observable=label, verdict=records.PASS)

@@ -82,10 +82,7 @@ def _check_unless_refused(
 
 
 def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Check batch rows sharded over a mesh of explicit axes, without `shard_map`.
-
-    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
-    """
+    """Check batch rows sharded over a mesh of explicit axes, the default from jax 0.12 on, without `shard_map`."""
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     out, gradients = subject.executor.run(
@@ -95,10 +92,7 @@ def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
 
 
 def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Check that the call can be traced under the default `shard_map`, with `check_vma=True`.
-
-    The call is only traced, since its results are the same as without `check_vma`.
-    """
+    """Check that the call can be traced under the default `shard_map`, with `check_vma=True`."""
     if subject.implementation.accelerator.interpreted:
         yield build_unsupported("all", "JAX's Pallas interpreters do not track over which axes values differ")
         return
@@ -137,10 +131,7 @@ def _remove_functions(case: Case) -> Case:
 
 
 def _balance_queries(case: Case) -> Case:
-    """Return the case with the mask of load-balanced queries, without operands that depend on positions.
-
-    Such operands are removed because a device does not know the positions of its queries.
-    """
+    """Return the case with load-balanced queries, without operands that depend on positions, which devices lack."""
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_positional}
     return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
 
@@ -171,10 +162,7 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
-    """Return why the sharded case is not supported; None if it is supported.
-
-    With sharded queries, each device may get its mask as an array, so dense masks must be supported too.
-    """
+    """Return why the sharded case, where each device may get its mask as an array, is not supported; else None."""
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

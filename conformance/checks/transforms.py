@@ -230,10 +230,7 @@ def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> 
 
 
 def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of a call mapped over queries only.
-
-    The gradients of shared operands are sums over the mapped axis.
-    """
+    """Check gradients of a call mapped over queries only: those of shared operands are sums over the mapped axis."""
     problem, other = pair.problems
     mixed = dataclasses.replace(problem, q=other.q)
     if depends_on_data(problem.mask):
@@ -255,10 +252,7 @@ def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_eager_gradients(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients outside `jit`, where the backward pass gets arrays instead of tracers.
-
-    The pullback of the first problem is called twice, after that of the other problem. The second result is judged.
-    """
+    """Check gradients outside `jit`: the first problem's pullback, called again after that of the other problem."""
     dos = [cotangent.out for cotangent in pair.cotangents]
     got = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
     yield from pair.judge_gradients(got)
@@ -273,10 +267,7 @@ def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of two layers of different kinds in one program, as in models that alternate them.
-
-    The second layer has another mask, scale or soft cap. All calls come before all pullbacks.
-    """
+    """Check gradients of two layers in one program, as in models that alternate them: all calls, then pullbacks."""
     subject, problem = pair.subject, pair.problems[0]
     other = _build_other_kind(subject)
     if other is None:
@@ -295,10 +286,7 @@ def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _build_other_kind(subject: Subject) -> Problem | None:
-    """Return the problem with another mask, and with a slightly different scale and soft cap if it has these.
-
-    None if nothing can be changed.
-    """
+    """Return the problem with another mask, scale and soft cap, if it has these; None if nothing can be changed."""
     case, problem = subject.case, subject.problem
     numbers = {
         o.name: number * _NEARBY_FACTOR
@@ -340,10 +328,7 @@ def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the forward-mode derivative along a random direction by the exact gradients.
-
-    A kernel with a custom VJP has no forward mode, which is reported as unsupported.
-    """
+    """Check the forward-mode derivative by the exact gradients; a custom VJP has none, which is unsupported."""
     subject, problem = pair.subject, pair.problems[0]
     gradients = subject.implementation.gradients
     names = [

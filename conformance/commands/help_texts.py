@@ -130,3 +130,8 @@ examples:
 Shells complete the command `attention-conformance`, which is the same as `python -m conformance`.
 exit codes: 0 printed, 2 bad arguments
 """
+
+
+def format_sentence(text: str) -> str:
+    """Turn a help line into a sentence: begin with a capital, and end with a full stop."""
+    return f"{text[0].upper()}{text[1:]}."

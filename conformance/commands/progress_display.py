@@ -70,13 +70,7 @@ class RunProgress(_Display):
     """Progress bar of a run with a known number of jobs."""
 
     def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
-        """Show the progress of `total` jobs.
-
-        Args:
-          total: the number of jobs.
-          console: where to print.
-          before: for a continued run, the records of each job that was judged before.
-        """
+        """Show the progress of `total` jobs; a continued run has judged those of the records `before`."""
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -119,12 +113,7 @@ class ExplorationProgress(_Display):
         super().__init__(console, self._status)
 
     def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
-        """Count one more judged case, which has these records.
-
-        Args:
-          judged: the records of the case.
-          shrinking: whether the case is a smaller variant of a wrong case.
-        """
+        """Count one more judged case, by its records; `shrinking` if it is a smaller variant of a wrong one."""
         if shrinking:
             self._smaller += 1
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from conformance.commands.command_errors import CommandParser
+from conformance.commands.help_texts import format_sentence
 from conformance.session.run_spec import add_option
 
 _BENCH = """\
@@ -90,7 +91,7 @@ def add_bench(commands: Commands[CommandParser]) -> None:
 def add_tune(commands: Commands[CommandParser]) -> None:
     """Add the parser of the command `tune` to the command line."""
     about = "choose an implementation's block sizes by timing them on this machine"
-    tune = commands.add_parser("tune", help=about, description=_to_sentence(about), epilog=_TUNE_EXAMPLES)
+    tune = commands.add_parser("tune", help=about, description=format_sentence(about), epilog=_TUNE_EXAMPLES)
     what = tune.add_argument_group("what to tune")
     what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
     what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
@@ -106,7 +107,7 @@ def add_tune(commands: Commands[CommandParser]) -> None:
 def add_cycles(commands: Commands[CommandParser]) -> None:
     """Add the parser of the command `cycles` to the command line."""
     about = "compare the static cycles of our kernels with the recorded ones"
-    cycles = commands.add_parser("cycles", help=about, description=_to_sentence(about), epilog=_CYCLES_EXAMPLES)
+    cycles = commands.add_parser("cycles", help=about, description=format_sentence(about), epilog=_CYCLES_EXAMPLES)
     what = cycles.add_argument_group("what to count")
     what.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this kernel; may be repeated")
     what.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
@@ -132,8 +133,3 @@ def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:
     output = command.add_argument_group("output")
     add_option(output, "report", help="write the page here, and its data beside it (.jsonl)")
     add_option(output, "json", help="write the measurements here, one JSON object a line")
-
-
-def _to_sentence(text: str) -> str:
-    """Turn a help line into a sentence: begin with a capital, and end with a full stop."""
-    return f"{text[0].upper()}{text[1:]}."

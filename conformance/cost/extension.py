@@ -6,16 +6,8 @@ must import nothing heavy.
 
 from __future__ import annotations
 
-import argparse
-
 from conformance.cost import command_line
 from conformance.extensions import Command, Extension
-
-
-def _is_timed_tuning(arguments: argparse.Namespace) -> bool:
-    """Check whether the command `tune` times programs; with `--static` it only compiles them."""
-    return not arguments.static
-
 
 EXTENSION = Extension(
     commands=(
@@ -30,7 +22,7 @@ EXTENSION = Extension(
             name="tune",
             add_parser=command_line.add_tune,
             function="conformance.cost.commands.tune:run_tune",
-            needs_default_flags=_is_timed_tuning,
+            needs_default_flags=lambda arguments: not arguments.static,  # with `--static` it only compiles
         ),
         Command(
             name="cycles",

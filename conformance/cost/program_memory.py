@@ -44,27 +44,13 @@ _VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def measure_program_memory(program: str) -> dict[str, float]:
-    """Measure `live_bytes` and `vmem_bytes` of a compiled program; a number that its text does not contain is missing.
-
-    Args:
-      program: HLO text of the compiled program.
-    """
+    """Measure `live_bytes` and `vmem_bytes` of HLO text of a compiled program; a number that it lacks is missing."""
     sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
     return {name: float(size) for name, size in sizes.items() if size is not None}
 
 
 def measure_vmem_bytes(program: str) -> int | None:
-    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
-
-    The largest kernel counts, since the kernels of a program run one after the other. VMEM that XLA itself uses, for
-    example for small operands, does not count.
-
-    Args:
-      program: text of the compiled program.
-
-    Returns:
-      the bytes; None if the program has no Pallas kernel, or its text does not contain their sizes.
-    """
+    """Measure the largest scoped VMEM of a Pallas kernel, without XLA's own; None if there is none or it is unknown."""
     kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
     used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
     return max((sum(map(int, _VMEM_SIZE.findall(match[1]))) for match in used), default=None)
@@ -72,36 +58,20 @@ def measure_vmem_bytes(program: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """One HLO instruction of the schedule.
-
-    Attributes:
-      name: name of the result.
-      opcode: name of the operation.
-      sizes: bytes of the result; one number for each array if the result is a tuple.
-      operands: names of the operands.
-      shared: pairs (index of an array of the result, index of the operand whose buffer that array reuses).
-      put_together: whether the result joins operands that are already adjacent in memory, without copying them.
-      index: for a get-tuple-element, the index of the tuple's element; otherwise None.
-    """
+    """One HLO instruction of the schedule."""
 
     name: str
     opcode: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of the result; one number for each array if the result is a tuple
     operands: tuple[str, ...]
+    # Pairs (index of an array of the result, index of the operand whose buffer that array reuses).
     shared: tuple[tuple[int, int], ...]
-    put_together: bool
-    index: int | None
+    put_together: bool  # whether the result joins operands that are already adjacent in memory, without copying them
+    index: int | None  # for a get-tuple-element, the index of the tuple's element; otherwise None
 
 
 def measure_live_bytes(program: str) -> int | None:
-    """Measure the largest number of bytes of intermediate values that are live at once.
-
-    Args:
-      program: HLO text of the compiled program.
-
-    Returns:
-      the bytes; None if the instructions in the text are not in scheduled order.
-    """
+    """Measure the most bytes of intermediate values live at once; None if instructions are not scheduled."""
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         return None
     schedule = list(_iter_instructions(program))
@@ -136,7 +106,6 @@ def _assign_buffers(
     """Find the buffers that may hold each array of an instruction's result, and add new buffers to `sizes`.
 
     Args:
-      line: the instruction.
       places: by name of an earlier value, the possible buffers of each of its arrays.
       sizes: by name of a buffer, its bytes.
     """

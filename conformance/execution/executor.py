@@ -51,25 +51,16 @@ class Calls:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCalls:
-    """The jitted calls of an implementation for one set of static keywords; each is compiled on first use.
+    """The jitted calls of an implementation for one set of static keywords; each is compiled on first use."""
 
-    Attributes:
-      forward: from arrays to `out`.
-      residuals: from arrays to `(out, residuals)`.
-      part: from arrays to the unnormalised part, or None.
-      calls: from arrays to the results of the three calls above, as one program.
-      gradients: from arrays and a cotangent of `out` to `(out, gradients)`.
-      gradients_lse: from arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
-      forward_and_gradients: from arrays and a cotangent of `out` to the results of `forward` and of `gradients`, as one
-        program.
-    """
-
-    forward: Callable[[Arrays], Any]
-    residuals: Callable[[Arrays], Any]
-    part: Callable[[Arrays], Any]
-    calls: Callable[[Arrays], Any]
-    gradients: Callable[[Arrays, Any], Any]
+    forward: Callable[[Arrays], Any]  # from arrays to `out`
+    residuals: Callable[[Arrays], Any]  # from arrays to `(out, residuals)`
+    part: Callable[[Arrays], Any]  # from arrays to the unnormalised part, or None
+    calls: Callable[[Arrays], Any]  # from arrays to the results of the three calls above, as one program
+    gradients: Callable[[Arrays, Any], Any]  # from arrays and a cotangent of `out` to `(out, gradients)`
+    # From arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
     gradients_lse: Callable[[Arrays, Any, Any], Any]
+    # From arrays and a cotangent of `out` to the results of `forward` and of `gradients`, as one program.
     forward_and_gradients: Callable[[Arrays, Any], Any]
 
 
@@ -90,17 +81,11 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """Run a task: call `function`, a top-level function, with this executor and the other arguments.
-
-        The task returns arrays, numbers, text, or containers of these.
-        """
+        """Call a top-level function with this executor; it returns arrays, numbers, text, or containers of these."""
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start a task early, if tasks run in another process; a later `run` with equal arguments gets the result.
-
-        In this class, tasks run in the same process and nothing is done.
-        """
+        """Start a task early, for a later equal `run`, if tasks run in another process; here nothing is done."""
 
     def settle(self) -> None:
         """Wait for tasks that were started by `begin`, if tasks run in another process; else do nothing."""
@@ -134,17 +119,14 @@ class Executor:
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return an executor of the same call with the declarations of `implementation`.
-
-        Both executors share their compiled functions.
-        """
+        """Return an executor of the same call and compiled functions with the declarations of `implementation`."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
 
     def variant(self, name: str) -> Executor:
         """Return the executor of a declared variant, such as other block sizes; it offers no parts."""
-        return self._with_call(self.implementation.variants[name], parts=None)
+        return self.with_call(self.implementation.variants[name], parts=None)
 
     @property
     def native(self) -> Executor:
@@ -152,11 +134,8 @@ class Executor:
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 
-    def with_call(self, call: Callable[..., Any]) -> Executor:
-        """Return the executor of the call `call`, with the declarations of this implementation."""
-        return self._with_call(call)
-
-    def _with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
+    def with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
+        """Return the executor of the call `call`, with the declarations of this implementation and `declared`."""
         return Executor(dataclasses.replace(self.implementation, call=call, **declared), self.options)
 
     @property
@@ -175,10 +154,7 @@ class Executor:
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that a sandboxed kernel read for the first time since the last call of this method.
-
-        Each file comes with its digest.
-        """
+        """Return the files, with digests, that a sandboxed kernel read for the first time since the last call."""
         return {}
 
     @property
@@ -191,10 +167,7 @@ class Executor:
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """Return the results of all offered forward calls, from one compiled program.
-
-        One program compiles faster than a program for each call.
-        """
+        """Return the results of all offered forward calls, from one program, which compiles faster than several."""
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
@@ -215,10 +188,7 @@ class Executor:
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> tuple[Result, Result]:
-        """Return the results of `forward` and of `gradients`, from one compiled program.
-
-        It compiles in about the time of the gradients alone.
-        """
+        """Return the results of `forward` and `gradients`, from one program, as slow to compile as the gradients'."""
         forward, gradients = self.run(_run_forward_and_gradients, problem, cotangent.out)
         return Result(forward), Result(gradients)
 
@@ -227,10 +197,7 @@ class Executor:
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """Return the uncompiled call without residuals, and the arrays that it takes.
-
-        Static keywords are bound, so the call is a function of the arrays. It checks that it returns one array.
-        """
+        """Return the uncompiled call, a function of arrays that returns one array, and the arrays that it takes."""
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 
@@ -358,20 +325,12 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     fixed = {name: x for name, x in arrays.items() if name not in moves}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
-        jax.tree.map(
-            lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), _name_outputs(primal), primal, cotangent
+        names = ("out", "logsumexp") if isinstance(primal, tuple) else "out"
+        jax.tree.map(lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), names, primal, cotangent)
+        cotangent = jax.tree.map(
+            lambda x, dx: dx.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else dx, primal, cotangent
         )
-        cotangent = jax.tree.map(_cast_cotangent, primal, cotangent)
     return primal, pullback(cotangent)[0]
-
-
-def _name_outputs(primal: Any) -> Any:
-    """Return the names of the differentiated results: `out`, or `out` and `logsumexp`."""
-    return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
-
-
-def _cast_cotangent(value: Any, cotangent: Any) -> Any:
-    return cotangent.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else cotangent
 
 
 def _rename_gradients(gradients: Arrays) -> dict[str, Any]:

@@ -82,10 +82,7 @@ def set_remote_message(error: BaseException, words: str) -> None:
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """Describe an exception in one line: type, first line of the message, and the place in the user's code.
-
-    Records have this text as their reason. For an exception of a host callback, it is that of the callback.
-    """
+    """Describe an exception, or its callback's, for a record's reason: type, first line, place in user code."""
     if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
         return make_printable(str(elsewhere))
     within = _find_callback_error(error)
@@ -118,10 +115,7 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from a text that `describe_kernel_error` returned.
-
-    None if the text has no place, or if the line of the file has changed since.
-    """
+    """Parse the place from `describe_kernel_error`'s text; None if it has none, or the line of the file has changed."""
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
@@ -134,11 +128,7 @@ def parse_place(words: str) -> Place | None:
 
 
 def check_output(returned: Any) -> Any:
-    """Return `returned`, the value of a call without residuals, if it is one array.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return `returned`, the value of a call, if it is one array. Raises `WrongReturn`."""
     if _is_array(returned):
         return returned
     raise WrongReturn(
@@ -147,11 +137,7 @@ def check_output(returned: Any) -> Any:
 
 
 def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """Return `returned`, the value of a call with `save_residuals=True`, if it is `out` and a mapping of arrays.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return the value of a call with residuals if it is `out` and a mapping of arrays. Raises `WrongReturn`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         # The mapping is copied once, since a user's mapping may return other values at each access.
         out, residuals = returned[0], dict(returned[1])
@@ -164,11 +150,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return `returned`, the value of a call that writes pages, if it is `out`, residuals if requested, and the pages.
-
-    Raises:
-      WrongReturn: if it is anything else.
-    """
+    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`."""
     arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
     fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
     fits = fits and all(_is_array(returned[n]) for n in arrays)
@@ -181,22 +163,14 @@ def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
 
 
 def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
-    """Check the shape of an array that the call returned, before gradients or results are computed from it.
-
-    Raises:
-      WrongReturn: if the array has another shape.
-    """
+    """Check the shape of a returned array before it is computed with. Raises `WrongReturn`."""
     if tuple(returned.shape) != shape:
         must = ", ".join(map(str, shape))
         raise WrongReturn(f"{name} must be an array [{must}], and the call returned {_describe_value(returned)}")
 
 
 def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
-    """Return the residual of this name.
-
-    Raises:
-      WrongReturn: if the call returned no residual of this name.
-    """
+    """Return the residual of this name. Raises `WrongReturn` if the call returned none."""
     if name in residuals:
         return residuals[name]
     others = ", ".join(map(repr, residuals)) or "none"
@@ -204,18 +178,12 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Return whether the type of `x` is an array or a tracer.
-
-    `isinstance` is not used: an object may set its own `__class__` to pass for an array.
-    """
+    """Return whether the type of `x`, not the `__class__` that an object may set, is an array or a tracer."""
     return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
 
 
 def _describe_value(returned: Any, *, within: bool = False) -> str:
-    """Describe a wrongly returned value for an error message, with the items of a tuple or list.
-
-    The value's own `repr` is not called, since it may run any code. `within` says that the value is such an item.
-    """
+    """Describe a wrong value and its items, without its `repr`, which may run any code; `within` is for an item."""
     if returned is None:
         return "None" if within else "None: is there a `return`?"
     if _is_array(returned):
@@ -239,10 +207,7 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """Return the first line of an exception's message, or `otherwise` if it is empty.
-
-    If the exception's `__str__` raises, as a user's may, the text says that there is no message.
-    """
+    """Return the first line of an exception's message, or `otherwise` if it is empty; `__str__` may raise."""
     try:
         text = str(error)
     except BaseException as failed:  # the user's `__str__` may raise anything, and must not end the judge

@@ -1,25 +1,11 @@
 """Build an `Implementation` from a plain function: an attention function without the harness's protocol.
 
-    def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
-
-The features of a plain function are read from its signature, and its residuals from one trace. It may have any other
-optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and in the form of the canonical call
-(`impls.contract.implementation`). A missing parameter is a feature that the function does not support.
-
-A mask is passed in up to six parameters, as far as the function has them:
-
-- `causal=True` and `window=(left, right)`, for the causal and window conjuncts of the mask.
-- `kv_lengths`, int32 `[B]`, for the number of keys of each batch row, and `moba=(chunk, topk)` for MoBA.
-- `mask_mod`, a function `(b, n, i, j) -> booleans`, for other conjuncts that are given by a formula of indices.
-- `mask`, booleans broadcastable to `[B, N, T, S]`, for the rest.
-
-`score_mod` is a function `(score, b, n, i, j) -> score` for scores that are given by a formula. If the function has no
-parameter `soft_cap`, the soft cap is part of `score_mod`.
-
-A function that takes stored operands has other parameters (`cases.storage_forms`).
-
-A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. A missing entry
-is a residual that the function does not offer.
+The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
+feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
+up to six of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
+`soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
+(`cases.storage_forms`).
 """
 
 from __future__ import annotations
@@ -31,6 +17,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from cases.case import OPT_IN, Case
 from cases.masks.mask_functions import MaskFunction
 from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -41,8 +29,6 @@ from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
-from conformance.execution.refused_calls import refuse_by_value_error
-from conformance.execution.segment_padding import mark_padding
 from impls.contract.declarations import (
     Arithmetic,
     Behaviour,
@@ -70,7 +56,6 @@ def build_implementation(
 
     Args:
       function: the function, possibly decorated with `declare`.
-      name: the name of the implementation in reports.
       products: overrides the declared precision of products of f32 operands.
 
     Raises:
@@ -97,7 +82,7 @@ def build_implementation(
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
     constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
-    invoke = refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
+    invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
 
     def call_by_position(*operands: Any, **options: Any) -> Any:
@@ -114,7 +99,7 @@ def build_implementation(
         first = zip(("q", "k", "v"), operands, strict=False)
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
         if declaration.negative_ids == "padding" and "segment_ids" in given:
-            given["segment_ids"] = mark_padding(*given["segment_ids"])
+            given["segment_ids"] = _mark_padding(*given["segment_ids"])
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
         return invoke(*operands, **{**explicit, **given})
@@ -227,10 +212,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
 
 
 def _list_explicit_options(signature: inspect.Signature) -> dict[str, Any]:
-    """Return the arguments that must be passed even if the case does not have the option.
-
-    They are `False` for `causal` and `save_residuals` with another default, and None for required options.
-    """
+    """Return arguments that must always be passed: False for another default, and None for required options."""
     explicit: dict[str, Any] = {}
     for p in signature.parameters.values():
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
@@ -305,3 +287,60 @@ def _list_missing_features(parameters: frozenset[str], others: Iterable[str]) ->
     has = parameters | ({"soft_cap"} if "score_mod" in parameters else set())
     names = [operand.name for operand in REMOVABLE if operand.name not in has]
     return {name: f"the function has no parameter {name!r}{suggest_parameters(name, others)}" for name in names}
+
+
+def _refuse_by_value_error(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with each `ValueError` that leaves it raised as `NotImplementedError`, with its message.
+
+    A call that was accepted before is an exception: a later call with arguments of the same shapes, dtypes and options
+    keeps its `ValueError`. The function supports such a call, so its failure is an error.
+    """
+    accepted: set[Any] = set()
+
+    @functools.wraps(function)
+    def refusing(*operands: Any, **options: Any) -> Any:
+        call = _describe_arguments((operands, options))
+        try:
+            returned = function(*operands, **options)
+        except ValueError as error:
+            if call in accepted:
+                raise
+            lines = str(error).strip().splitlines() or ["no message"]
+            raise NotImplementedError(f"ValueError: {lines[0]}") from error
+        accepted.add(call)
+        return returned
+
+    return refusing
+
+
+def _describe_arguments(x: Any) -> Any:
+    """Return a hashable description of arguments: shapes and dtypes of arrays, and the text of all other values."""
+    if isinstance(x, Mapping):
+        return tuple((name, _describe_arguments(value)) for name, value in sorted(x.items()))
+    if isinstance(x, tuple | list):
+        return tuple(map(_describe_arguments, x))
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return np.shape(x), str(x.dtype)
+    return repr(x)
+
+
+def _mark_padding(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """Return the segment ids with -1 for each token that has no partner, and no other negative id.
+
+    A query without a key of its id attends to nothing, and nothing attends to a key without a query of its id. So they
+    may count as padding. Any other id becomes the index of the first key that has it. Which pairs may attend stays the
+    same.
+
+    Args:
+      q_ids: ids of the queries, `[B, T]`, or `[T]` under `vmap`.
+      kv_ids: ids of the keys, `[B, S]`, or `[S]` under `vmap`.
+    """
+    import jax.numpy as jnp  # imported late, since plain functions are also read without JAX
+
+    q_ids, kv_ids = jnp.asarray(q_ids), jnp.asarray(kv_ids)
+    same = q_ids[..., :, None] == kv_ids[..., None, :]
+    first = (kv_ids[..., :, None] == kv_ids[..., None, :]).argmax(axis=-1)
+    return (
+        jnp.where(same.any(axis=-1), same.argmax(axis=-1), -1).astype(jnp.int32),
+        jnp.where(same.any(axis=-2), first, -1).astype(jnp.int32),
+    )

@@ -31,25 +31,18 @@ def suggest_parameters(name: str, others: Iterable[str]) -> str:
 @validate_arguments
 @dataclasses.dataclass(frozen=True)
 class PlainSupport:
-    """A callable that says whether a plain function supports a case, by its signature and its declarations.
+    """A callable that says whether a plain function supports a case, by its signature and its declarations."""
 
-    Attributes:
-      parameters: the names of the optional parameters that the function has and the harness knows.
-      causal: `"start"` or `"end"`, how `causal=True` and `window` align queries with keys if T differs from S.
-      narrow: whether the function's logits or softmax are in the dtype of the operands.
-      storage: the name of the storage form in which the function takes its operands; None if they are dense.
-      others: the names of further parameters, to which the harness passes nothing.
-      scales: the names of the scale parameters without a default; without scales the function cannot take a cache.
-      empty_sequences: whether stored sequences may have no queries or no keys.
-    """
-
-    parameters: frozenset[str]
+    parameters: frozenset[str]  # the names of the optional parameters that the function has and the harness knows
+    # `"start"` or `"end"`, how `causal=True` and `window` align queries with keys if T differs from S.
     causal: CausalFrom
-    narrow: bool
+    narrow: bool  # whether the function's logits or softmax are in the dtype of the operands
+    # The name of the storage form in which the function takes its operands; None if they are dense.
     storage: str | None = None
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # the names of further parameters, to which the harness passes nothing
+    # The names of the scale parameters without a default; without scales the function cannot take a cache.
     scales: tuple[str, ...] = ()
-    empty_sequences: bool = True
+    empty_sequences: bool = True  # whether stored sequences may have no queries or no keys
 
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""

@@ -73,10 +73,7 @@ def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """Return the implementation with each of its calls wrapped to take dense operands.
-
-    An implementation that takes dense operands already is returned as it is.
-    """
+    """Return the implementation with each call that takes stored operands wrapped to take dense ones."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     lower = functools.partial(
@@ -117,14 +114,7 @@ def _lower_accelerator(
 
 @dataclasses.dataclass(frozen=True)
 class LatentCall:
-    """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
-
-    The gradient of the latent is returned as that of k. The gradient of v is zero.
-
-    Attributes:
-      call: the kernel's call, which takes q and the latent.
-      form: the storage form.
-    """
+    """A call with one latent, wrapped to take dense q, k and v; its gradient is that of k, and v's is zero."""
 
     call: Callable[..., Any]
     form: StorageForm
@@ -136,19 +126,13 @@ class LatentCall:
 
 
 def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim` and `scale` to the options of a call with a latent.
-
-    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
-    """
+    """Add `value_dim`, and `scale`, whose own default may differ, to the options of a call with a latent."""
     scale = options.get("scale")
     return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
-    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity.
-
-    A sink of -inf is no sink: the infinity in its stead has no gradient.
-    """
+    """Compute an empty row's `logsumexp`: its sinks `[N]`, -inf without gradient, or an infinity."""
     nothing = jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
     if sinks is None or not formulas.logsumexp_sink:
         return nothing
@@ -157,22 +141,15 @@ def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCall:
-    """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results.
+    """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results."""
 
-    Attributes:
-      call: the kernel's call, which takes stored operands and tables.
-      form: the storage form.
-      counts: whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without
-        queries and keys.
-      writes: whether the call writes the new tokens into pages.
-      formulas: the formulas of the call, for the residuals of queries that it does not get.
-    """
-
-    call: Callable[..., Any]
+    call: Callable[..., Any]  # the kernel's call, which takes stored operands and tables
     form: StorageForm
+    # Whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without queries
+    # and keys.
     counts: bool
-    writes: bool = False
-    formulas: Formulas = _CONTRACT
+    writes: bool = False  # whether the call writes the new tokens into pages
+    formulas: Formulas = _CONTRACT  # the formulas of the call, for the residuals of queries that it does not get
 
     @classmethod
     def of(
@@ -205,8 +182,6 @@ class StoredCall:
           padding: the zeros of `add_padding`, if padding is to have gradients.
           kv_scales: the scales of k and of v: an array `[B, S, K]` for each, with a scale per token, or one number for
             each.
-          save_residuals: whether to return residuals too.
-          options: all other keywords of the call.
 
         Raises:
           WrongReturn: if the call does not return arrays of the right shapes.
@@ -289,11 +264,7 @@ class StoredCall:
     def write(
         self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
-
-        Raises:
-          WrongReturn: if the call does not return these.
-        """
+        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
         *first, keys, values = kernel_errors.check_pages(returned, save_residuals=save_residuals)
@@ -306,8 +277,6 @@ class StoredCall:
         """Gather a result for stored queries, `[*rows, N, ...]`, into its dense form `[B, T, N, ...]`.
 
         Args:
-          name: the name of the result, for messages.
-          x: the result for the stored queries.
           shape: the shape that `x` must have.
           places: the index of the stored query for each dense query, `[B, T]`; `NOBODY` if there is none.
           absent: the value of the result for dense queries without a stored query.
@@ -339,10 +308,7 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """Cast the number in unwritten memory to a dtype.
-
-    A quantised dtype may lack NaN or infinity; then the result is its largest number.
-    """
+    """Cast the number in unwritten memory to a dtype; to its largest number if it lacks NaN or infinity."""
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -358,10 +324,7 @@ def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables for a call that does not take `num_seqs`.
-
-    Entries past the last sequence are changed to describe sequences without queries and keys.
-    """
+    """Return tables without `num_seqs`: entries past the last sequence describe sequences without tokens."""
     count = jnp.asarray(tables["num_seqs"])[0]
     closed = {}
     for name, x in tables.items():

@@ -32,17 +32,7 @@ _SIGNS = (1.0, -1.0, 2.0, -0.5)
 def build_workload_implementation(
     found: Any, name: str, problem: str, *, products: Products | None = None
 ) -> Implementation:
-    """Build an implementation from a function that takes the operands of a named problem.
-
-    Args:
-      found: the function, possibly decorated with `conformance.declare`.
-      name: the name of the implementation in reports.
-      problem: the name of the problem.
-      products: overrides the declared precision of products of f32 operands.
-
-    Raises:
-      NotAnAttentionFunction: if `found` is not a function.
-    """
+    """Build an implementation from a function for a named problem. Raises `NotAnAttentionFunction` for others."""
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
             f"{name} is a {type(found).__name__}: --problem={problem} takes a function of "
@@ -56,7 +46,8 @@ def build_workload_implementation(
     declines, takes = index_problems()[problem].declines, implementation.supports_case
     implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
-        return dataclasses.replace(implementation, front_end=_keep_raw)
+        # The kernel applies its own front end inside.
+        return dataclasses.replace(implementation, front_end=lambda steps, q, k, v, **_: (q, k, v))
     assert takes is not None
     return dataclasses.replace(implementation, supports_case=lambda case: declines(case) or takes(case))
 
@@ -155,10 +146,7 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Adapt paged decoding, where each row of the tables is a sequence of one query.
-
-    Rows past the last sequence get one key, since the benchmark has no empty sequences.
-    """
+    """Adapt paged decoding, one query a row; rows past the last sequence get a key, since none may be empty."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
@@ -209,11 +197,6 @@ def _adapt_ragged(workload: Workload) -> Workload:
 def _clip_page_indices(page_indices: Any, pages: Any) -> Any:
     """Clip every entry of the table to the index of an existing page, since the benchmark has no other entries."""
     return jnp.clip(page_indices, 0, pages.shape[0] - 1)
-
-
-def _keep_raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
-    """Return raw projections unchanged, as the front end of a latent kernel, which applies its own inside."""
-    return q, k, v
 
 
 def _adapt_latent(workload: Workload) -> Workload:

@@ -30,11 +30,9 @@ def run_front_end(
     The implementation's own front end is run if it has one, else the reference.
 
     Args:
-      executor: runs the implementation.
       problem: the operands of attention. Its q, k and v are replaced by those that the front end computes.
       steps: the steps of the front end (`cases.front_ends`).
       given: raw projections and the weights of norms, by name.
-      places: the positions of queries and of keys.
       do: the cotangent of `out`; None without gradients.
     """
     call, arrays = executor.bind(problem)

@@ -26,20 +26,13 @@ Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """The outcome of compiling one program.
-
-    Attributes:
-      target: the name of the accelerator's generation.
-      program: the name of the program, such as `"gradients"`.
-      outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
-      reason: why the program was not compiled; empty if it was.
-      figures: sizes and times that the compiler reports, by name; empty if the program was not compiled.
-    """
+    """The outcome of compiling one program."""
 
     target: str
-    program: str
-    outcome: str
+    program: str  # the name of the program, such as `"gradients"`
+    outcome: str  # `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`
     reason: str = ""
+    # Sizes and times that the compiler reports, by name; empty if the program was not compiled.
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -122,10 +115,7 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
-    """Return the compiled entry points of a stored call in its own convention, and the shapes of its operands.
-
-    So the programs contain no conversion from dense operands to stored ones or back.
-    """
+    """Return a stored call's entry points without conversions from dense operands, and its operands' shapes."""
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     _, arrays = executor.arguments(problem)

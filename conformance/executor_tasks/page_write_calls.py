@@ -18,6 +18,7 @@ from cases.operand_values import Problem
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Arrays, Executor, Values
 from conformance.execution.stored_calls import StoredCall
+from conformance.executor_tasks.single_calls import is_changed
 
 Program = Any
 """A function from `(arrays, tokens, pages)` to `(out, residuals or None, pages)`."""
@@ -26,15 +27,7 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return `k_pages` and `v_pages` as one call returns them.
-
-    Args:
-      executor: runs the implementation.
-      problem: the problem whose queries and tables the call gets.
-      tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
-      before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
-      save_residuals: whether to make the call with residuals.
-    """
+    """Return the pages `[pages, page_size, K, .]` as a call returns them, given packed tokens `[total_q, K, .]`."""
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
     return {name: np.asarray(x) for name, x in after.items()}
@@ -77,7 +70,7 @@ def find_written_operands(
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program
     copies, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
-    changed = [name for name, x in {**tokens, **before}.items() if _is_changed(x, copies[name])]
+    changed = [name for name, x in {**tokens, **before}.items() if is_changed(x, copies[name])]
     return changed, reason
 
 
@@ -99,12 +92,6 @@ def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, .
     except Exception as refusal:  # libraries that check types raise errors of their own types
         reason = f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
         return run(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
-
-
-def _is_changed(before: np.ndarray, after: Any) -> bool:
-    if isinstance(after, jax.Array) and after.is_deleted():
-        return True
-    return before.tobytes() != np.asarray(after).tobytes()
 
 
 def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) -> tuple[Program, Arrays]:

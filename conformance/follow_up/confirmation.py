@@ -51,25 +51,18 @@ _MAX_ROUNDS = 2  # probes of the first round may change what findings suspect, w
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """The properties of a case (levels) that a failure seems to depend on.
-
-    Attributes:
-      implementation: the name of the implementation that fails.
-      check: the name of the check that fails.
-      failing: the id of a case that fails.
-      levels: for each level that the failure seems to need, the fields of a case that decide the level.
-      counters: for each level, values by field that remove the level from a case. Needed if the plain case has the
-        level.
-      examples: changes of the plain case, as values by field. Each makes a case that distinguishes suspicions.
-      others: for each level that the failure might need instead, the fields that decide the level.
-    """
+    """The properties of a case (levels) that a failure seems to depend on."""
 
     implementation: str
     check: str
-    failing: str
+    failing: str  # the id of a case that fails
+    # For each level that the failure seems to need, the fields of a case that decide the level.
     levels: tuple[Fields, ...]
+    # For each level, values by field that remove the level from a case. Needed if the plain case has the level.
     counters: tuple[Mapping[str, Any], ...]
+    # Changes of the plain case, as values by field. Each makes a case that distinguishes suspicions.
     examples: tuple[Mapping[str, Any], ...] = ()
+    # For each level that the failure might need instead, the fields that decide the level.
     others: tuple[Fields, ...] = ()
 
     @property
@@ -88,14 +81,6 @@ class Prober:
         seconds: float,
         on_records: Callable[[list[Record]], None],
     ) -> None:
-        """Create a prober.
-
-        Args:
-          allowance: judges the cases.
-          implementations: the implementations that suspicions may name.
-          seconds: time after which no further case is judged.
-          on_records: called with the records of each judged case.
-        """
         self._allowance = allowance
         self._implementations = {implementation.name: implementation for implementation in implementations}
         self._deadline = time.monotonic() + seconds
@@ -141,10 +126,7 @@ class Prober:
                     self._fails(suspicion, case)
 
     def isolate(self, implementation: str, check: str, failing: str, groups: Sequence[Fields]) -> None:
-        """Judge a failing case again, each time with one group of fields as in the plainest case.
-
-        Where such a case passes, the failure needs what was changed.
-        """
+        """Judge a failing case again, each time with one group of fields as in the plainest case."""
         nothing: tuple[Mapping[str, Any], ...] = ({},) * len(groups)
         suspicion = Suspicion(
             implementation=implementation, check=check, failing=failing, levels=tuple(groups), counters=nothing
@@ -193,10 +175,7 @@ def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementati
 
 
 def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """Return `to` with the named fields of `source`; None if no such case is supported.
-
-    If the case is not supported, further fields are copied (`_COMPANION_FIELDS`) until it is.
-    """
+    """Return `to` with the named fields of `source`, and further ones until the case is supported; else None."""
     names = dict.fromkeys(fields)
     for more in ((), *_COMPANION_FIELDS):
         names |= dict.fromkeys(more)
@@ -227,17 +206,7 @@ def confirm_findings(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Judge cases that confirm or refute the findings so far, and record them as probes.
-
-    Probes count neither as passes nor as failures.
-
-    Args:
-      journal: the journal of the run, which has its records and gets the probes.
-      implementations: the implementations of the run.
-      allowed: judges the cases, and cuts off a case that uses up its time.
-      seconds: time after which no further case is started.
-      say: called with lines for the user.
-    """
+    """Judge cases that confirm or refute findings, until `seconds` have passed, and record them as uncounted probes."""
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)
     for _ in range(_MAX_ROUNDS):

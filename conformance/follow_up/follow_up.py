@@ -22,11 +22,7 @@ _CONFIRMING_SHARE = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time.
-
-    Attributes:
-      option: the option, or argument in Python, that sets the seconds for diagnosis. Hints name it.
-    """
+    """Seconds to confirm and diagnose findings, None for a share of the run's; hints name the `option` for these."""
 
     confirm: float | None = None
     diagnose: float | None = None
@@ -47,18 +43,7 @@ def follow_up(
     spent: float,
     say: Callable[[str], None],
 ) -> None:
-    """Confirm findings and compare failing kernels with planted bugs, and print how long both took.
-
-    A run without red records, or one that a signal stopped, is not followed up.
-
-    Args:
-      journal: the journal of the run. New records are added as probes, which are not counted.
-      implementations: the implementations of the run.
-      runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
-      budget: the seconds for both parts.
-      spent: the seconds that the run took so far.
-      say: called with lines for the user while this goes on.
-    """
+    """Confirm findings and compare kernels with planted bugs, if a complete run has red records; print the time."""
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records

@@ -49,10 +49,7 @@ SHRINK_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShrunkCase:
-    """The smallest case that fails in the same way, its records, and how many other cases were tried.
-
-    `is_finished` tells whether shrinking ended by itself: neither the time limit nor Ctrl-C stopped it.
-    """
+    """The smallest case that fails in the same way, its records, how many others were tried, and whether all were."""
 
     case: Case
     records: tuple[Record, ...]
@@ -75,14 +72,9 @@ def shrink(
     After Ctrl-C or the time limit, return the smallest such case so far.
 
     Args:
-      implementation: the implementation that fails.
-      runner: judges the smaller cases.
-      failing: the case to shrink.
-      record: the red record of the case `failing`.
       seconds: time after which shrinking stops. A case whose judging has begun is finished.
       keeps: tells whether a smaller case still has the properties that the failure is known to need. Other cases are
         skipped, since shrinking could wander to another failure.
-      on_case: called with the records of each judged case.
     """
     started = time.monotonic()
     wrong: dict[Case, tuple[Record, ...]] = {failing: (record,)}
@@ -168,10 +160,7 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Yield smaller values of two fields: first the same size for both, then a smaller size for one of them.
-
-    Sizes are powers of two, or powers of two plus one.
-    """
+    """Yield smaller values of two fields, powers of two or one more: first the same for both, then for one."""
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:
         if size <= max(first, second) and (size, size) != (first, second):
@@ -186,16 +175,7 @@ def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterat
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
-
-    The records of the shrunk cases are added to the journal as probes, which are not counted.
-
-    Args:
-      journal: the journal of the run, which has its records and gets the probes.
-      implementations: the implementations of the run.
-      runner: judges the cases.
-      say: called with lines for the user while this goes on.
-    """
+    """Shrink the smallest cases of the first findings, add the results as probes, and yield lines about them."""
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(

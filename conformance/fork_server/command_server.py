@@ -36,19 +36,13 @@ _ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
 
 @dataclasses.dataclass(frozen=True)
 class FoundServer:
-    """The result of looking for a server of this user.
+    """The result of looking for a server of this user."""
 
-    Attributes:
-      folder: the folder in which the server that was joined keeps data; empty if none was joined.
-      has_stale: whether there is a server that has loaded older sources or packages.
-      end: a descriptor that becomes readable when the joined server ends; -1 if none was joined. Nothing is read.
-      lock: a descriptor that keeps the folder locked; -1 if none was joined.
-    """
-
-    folder: str
-    has_stale: bool
+    folder: str  # the folder in which the server that was joined keeps data; empty if none was joined
+    has_stale: bool  # whether there is a server that has loaded older sources or packages
+    # A descriptor that becomes readable when the joined server ends; -1 if none was joined. Nothing is read.
     end: int = -1
-    lock: int = -1
+    lock: int = -1  # a descriptor that keeps the folder locked; -1 if none was joined
 
 
 def is_supported() -> bool:
@@ -57,11 +51,7 @@ def is_supported() -> bool:
 
 
 def listen() -> socket.socket:
-    """Return a socket on which commands find this process.
-
-    Raises:
-      OSError: if another server with the same sources and settings runs already.
-    """
+    """Return a socket on which commands find this process. Raises `OSError` if an equal server runs already."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{_compute_address()}")
     listening.listen()
@@ -69,12 +59,7 @@ def listen() -> socket.socket:
 
 
 def share_with_commands(listening: socket.socket, folder: TemporaryFolder) -> NoReturn:
-    """Let commands use this process's fork server, until an exception.
-
-    Args:
-      listening: the socket that `listen` returned.
-      folder: the folder in which commands keep data for later ones.
-    """
+    """Let commands use this fork server, by the socket of `listen` and a folder for data, until an exception."""
     end, _ = os.pipe()  # only this process has the other end, so the system closes it when this process ends
     while True:
         with contextlib.suppress(OSError, ValueError), listening.accept()[0] as client:

@@ -42,29 +42,18 @@ _SERVER_CODE = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """The specification of a requested process, which is pickled and sent to the server.
+    """The specification of a requested process, which is pickled and sent to the server."""
 
-    Attributes:
-      function: the function to run, which must be picklable. Its arguments are the passed file descriptors, then
-        `arguments`.
-      arguments: the further arguments of `function`.
-      environ: the environment of the process.
-      folder: the current folder of the process.
-      may_fork: whether the process itself may request processes from the fork server.
-    """
-
+    # The function to run, which must be picklable. Its arguments are the passed file descriptors, then `arguments`.
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     environ: Mapping[str, str]
     folder: str
-    may_fork: bool
+    may_fork: bool  # whether the process itself may request processes from the fork server
 
 
 class ForkedProcess:
-    """A process that the fork server has forked for this one.
-
-    It leads a session of its own, so Ctrl-C in a terminal does not reach it.
-    """
+    """A process of the fork server, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
 
     def __init__(
         self,
@@ -111,14 +100,7 @@ class ForkedProcess:
         return int(INT32.unpack_from(self._received)[0]) if len(self._received) >= INT32.size else 0
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until the process has ended and return its exit code. A signal's number is returned as negative.
-
-        Args:
-          seconds: the longest time to wait; None for no limit.
-
-        Returns:
-          The exit code, or None if the process has not ended in time.
-        """
+        """Wait until the process has ended and return its exit code, negative for a signal; None if out of time."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while len(self._received) < 2 * INT32.size:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -139,11 +121,7 @@ class ForkedProcess:
         self._connection.close()
 
     def _receive(self, seconds: float | None) -> bool | None:
-        """Receive the next part of a message about the process.
-
-        Returns:
-          True if something was received, False at the end of the connection, None if `seconds` have passed.
-        """
+        """Receive the next part of a message; False at the end of the connection, None if `seconds` have passed."""
         if not connection.wait([self._connection], seconds):
             return None
         try:
@@ -169,11 +147,7 @@ _started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
 def start_server(preloaded: Sequence[str] = ()) -> None:
-    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX.
-
-    Args:
-      preloaded: further modules that the server loads.
-    """
+    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX."""
     global _server
     if _server is not None and _server.import_environment != read_import_environment():
         _disconnect()
@@ -212,12 +186,7 @@ def read_import_environment() -> dict[str, str]:
 
 
 def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> None:
-    """Use the fork server of another process from now on.
-
-    Args:
-      requests: a file descriptor of the socket for requests.
-      import_environment: the environment variables that the server's imports have read.
-    """
+    """Use another process's fork server, by its socket's descriptor and the environment that its imports read."""
     global _server
     _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 
@@ -261,10 +230,7 @@ def _send_request(files: Sequence[int]) -> None:
 
 
 def _create_memory_file() -> IO[bytes]:
-    """Create a file without a name.
-
-    The file is in memory if the system supports that, since a disk may be full.
-    """
+    """Create a file without a name, in memory if the system supports that, since a disk may be full."""
     return open(os.memfd_create("process-spec"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 

@@ -1,30 +1,12 @@
-"""Judge on the workers of a Dask cluster.
+"""Judge on the workers of a Dask cluster (docs/how-to/cluster.md).
 
-How to start a cluster (`pip install "attention-conformance[cluster]"` on every machine):
-
-    dask scheduler --scheduler-file=/shared/scheduler.json
-    dask worker --scheduler-file=/shared/scheduler.json --nthreads=1 --nworkers=8
-    dask worker --scheduler-file=/shared/scheduler.json --nthreads=1 --resources=GPU=1
-    python -m conformance run --impl=kernel.py:attention --cluster=/shared/scheduler.json
-
-A worker judges one job at a time, so `--nthreads=1` and one worker for each core or accelerator. Its nanny, which is
-there unless `--no-nanny` is given, starts it again after a kernel killed it.
-
-- **Platforms.** Kernels for GPUs go to the workers that declare the resource `GPU`, kernels for TPUs to those with
-  `TPU`. Without such workers they are judged as on a machine without the accelerator. All other kernels go to workers
-  of the platform on which this process computes. If other workers declare an accelerator, these must declare theirs
-  too: `--resources=CPU=1` on a CPU.
-- **Files.** Nothing is uploaded. Workers find the kernel, `pyproject.toml` and the current folder at the same place as
-  this process: on a shared file system, or in the same image.
-- **Versions.** Each worker must have the versions of Python, JAX, NumPy and this project that this process has, the
-  same `XLA_FLAGS`, and the same source of each kernel. `connect` compares them all, and a worker that joins later is
-  compared before its first job.
-- **Sandbox.** A kernel's process starts on the worker, under the same options as here.
-- **Losses.** Dask gives the jobs of a lost worker to others. It gives up a job that lost four workers (its setting
-  `distributed.scheduler.allowed-failures`). Such a job is tried once more with no other job in flight, and if that
-  fails too it has an `error` record.
-- **Trust.** Whoever can reach the scheduler can run programs on the workers: protect it by a private network or TLS
-  (https://distributed.dask.org/en/stable/tls.html).
+Kernels for an accelerator go to workers that declare its resource, `GPU` or `TPU`. Without such workers they are judged
+as on a machine without the accelerator. All others go to workers of this process's platform, which then declare
+theirs too (`CPU=1`). Nothing is uploaded: workers find the kernel, `pyproject.toml` and the current folder where this
+process has them. A worker must have this process's versions of Python, JAX, NumPy and this project, its `XLA_FLAGS`,
+and the same source of each kernel. `connect` compares them, and a worker that joins later is compared before its first
+job. Dask gives up a job that lost four workers (`distributed.scheduler.allowed-failures`). Such a job is tried once
+more with no other job in flight, and if that fails too it has an `error` record.
 """
 
 from __future__ import annotations
@@ -54,31 +36,17 @@ class ClusterError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A connection to a Dask cluster whose workers can judge for this process.
+    """A connection to a Dask cluster whose workers can judge for this process."""
 
-    Attributes:
-      pool: runs tasks on the workers.
-      environment: facts for the run record: the devices and flags of workers on another platform, by platform.
-      description: one line that says how many workers there are, and where.
-      close: ends the connection, and the kernels' processes on the workers.
-    """
-
-    pool: ExecutorPool
+    pool: ExecutorPool  # runs tasks on the workers
+    # Facts for the run record: the devices and flags of workers on another platform, by platform.
     environment: Mapping[str, str]
-    description: str
-    close: Callable[[], None]
+    description: str  # one line that says how many workers there are, and where
+    close: Callable[[], None]  # ends the connection, and the kernels' processes on the workers
 
 
 def connect(address: str, conditions: Conditions) -> Cluster:
-    """Connect to a cluster, and compare its workers with this process.
-
-    Args:
-      address: the address of the scheduler, such as `tcp://host:8786`, or the path of its scheduler file.
-      conditions: what workers must have in common with this process.
-
-    Raises:
-      ClusterError: if the cluster cannot be reached, has no worker, or has a worker that cannot judge.
-    """
+    """Connect to a scheduler's address or file, and compare its workers. Raises `ClusterError` if none can judge."""
     client = _open_client(address)
     try:
         return _inspect(client, address, conditions)

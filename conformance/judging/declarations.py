@@ -45,12 +45,7 @@ _OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration that might explain a failure.
-
-    Attributes:
-      declaration: keyword arguments as they are written in code, joined by commas.
-      implementation: the implementation with these declarations added.
-    """
+    """A declaration that might explain a failure, in code, and the implementation that declares it."""
 
     declaration: str
     implementation: Implementation

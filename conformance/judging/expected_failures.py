@@ -24,18 +24,7 @@ _MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names o
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """A suggested entry of the table of expected failures.
-
-    Attributes:
-      implementation: the implementation that fails.
-      case: a query that matches the failing cases.
-      check: the checks that fail.
-      observable: patterns of the results that fail.
-      some: whether the entry also matches passes.
-      failures: number of failures that the entry matches.
-      passes: number of passes that the entry matches.
-      example: the id of one failing case.
-    """
+    """A suggested entry of expected failures: a query for the cases, and whether it matches `some` passes too."""
 
     implementation: str
     case: str
@@ -54,7 +43,6 @@ def suggest_entries_by_cause(
     """Suggest one entry for each cause of failures; its pattern may match more than `suggest_entries` would.
 
     Args:
-      records: all records of the run.
       causes: for each cause its title, a query that its cases should match, and the red records that it explains.
     """
     entries = []
@@ -90,10 +78,7 @@ def _escape_pattern(name: str) -> str:
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
-    """Suggest entries that together match all failures.
-
-    Checks and results of one implementation that fail on the same set of cases share an entry.
-    """
+    """Suggest entries that together match all failures; checks and results that fail in the same cases share one."""
     failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
     for record in failed:
@@ -118,10 +103,7 @@ def _build_entry(
     observable: Sequence[str],
     query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases, given the checks and patterns of observables that fail on them.
-
-    `query` is its pattern if it matches all of them.
-    """
+    """Build the entry for a set of failing cases, given checks and observables; `query` if it matches all."""
     matching = [
         record
         for record in records
@@ -143,14 +125,7 @@ def _build_entry(
 
 
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
-    """Find the query that matches all of `failing` and as few as possible of `held`.
-
-    If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
-
-    Args:
-      failing: ids of cases that fail.
-      held: ids of cases that pass.
-    """
+    """Find the shortest query that matches all of `failing` and as few as possible of `held`."""
     if len(failing) == 1 and held:
         (only,) = failing
         query = _find_best_query(failing, held)

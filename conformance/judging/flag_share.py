@@ -34,17 +34,14 @@ def find_excess(records: Iterable[Record]) -> list[Record]:
     for record in records:
         if record.verdict in JUDGED and record.check != CHECK:
             judged.setdefault((record.implementation, record.platform), []).append(record)
-    decided = {key: [record for record in group if is_decided_by_flags(record)] for key, group in judged.items()}
+    decided = {
+        key: [x for x in group if x.verdict == PASS and FLAGS_DIFFER in x.figures] for key, group in judged.items()
+    }
     return [
         _describe_excess(decided[key], len(group))
         for key, group in sorted(judged.items())
         if is_beyond_limit(len(decided[key]), len(group))
     ]
-
-
-def is_decided_by_flags(record: Record) -> bool:
-    """Tell whether the record is a pass under JAX's own flags and a failure under those that make compiling cheap."""
-    return record.verdict == PASS and FLAGS_DIFFER in record.figures
 
 
 def _describe_excess(decided: list[Record], judged: int) -> Record:

@@ -57,7 +57,6 @@ class Journal:
 
         Args:
           paths: the files of records; all get the same content.
-          run: the run record.
           kept: records of finished jobs of a resumed run, by the job's number.
           started: the time of `time.perf_counter` when the run began; now if left out.
 
@@ -106,10 +105,7 @@ class Journal:
             self.add_job(number, found)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
-        """Write the records of a finished job. Raises `JournalWriteError`.
-
-        A job that is judged twice keeps the records of both times.
-        """
+        """Write the records of a finished job, beside those of an earlier time. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
             self._append_to_files(serialize_job(number, found))
@@ -168,7 +164,6 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
     Unless the run is complete, the present time is added to it as a time of resumption.
 
     Args:
-      path: the file of records to resume.
       run: the run as it would begin now; the run of the file must be the same.
 
     Raises:
@@ -205,8 +200,6 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
     """Describe the first difference between the run of a file and the run that resumes it; None if there is none.
 
     Args:
-      before: the run of the file.
-      now: the run that resumes it.
       later: files that kernels read in the first run after they were loaded, with digests. These files must not have
         changed, but now a kernel may read them while it is loaded.
     """
@@ -252,10 +245,7 @@ class _RecordFile:
             raise JournalWriteError(self._format_error(error)) from error
 
     def start(self, beginning: bytes, *, replace: bool) -> None:
-        """Replace the content of the file by these whole lines. Raises `JournalWriteError`.
-
-        With `replace`, the lines are written to another file that then takes this one's place.
-        """
+        """Replace the file's content by these lines, with `replace` by another file. Raises `JournalWriteError`."""
         try:
             if replace and self._regular:  # a crash must not lose the jobs that a resumed run keeps
                 target = self._path.resolve()

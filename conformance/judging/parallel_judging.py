@@ -43,10 +43,7 @@ _imported_sources: dict[str, tuple[str, str]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job in a form that can be pickled: by the names of its parts.
-
-    `exploring` says that it is of an exploration, whose failures are all judged a second time.
-    """
+    """A job that can be pickled, by the names of its parts; failures of `exploring` jobs are all judged again."""
 
     implementation: str
     kernels: KernelOptions
@@ -69,10 +66,6 @@ def judge_in_parallel(
     """Judge `jobs` in the processes of a pool. Ctrl-C ends this at once.
 
     Args:
-      jobs: the jobs to judge.
-      pool: the processes.
-      kernels: how kernels are found, and where they run.
-      on_job: called with each job and its records as it ends.
       lost: returns the records of a job that kills its process.
       one_by_one: whether each worker gets a single job at a time. Then the first jobs of the list end soonest.
       exploring: whether these are jobs of an exploration.
@@ -152,11 +145,7 @@ def _create_runner(folder: Path, kernels: KernelOptions, exploring: bool) -> Run
 
 @functools.cache
 def _find_implementation(name: str, kernels: KernelOptions) -> Implementation:
-    """Find an implementation by its name, once in each worker and run.
-
-    Raises:
-      ImplementationNotFound: if there is none, or if this process imported an older version of its source.
-    """
+    """Find an implementation once in each worker and run; raise `ImplementationNotFound` if its source is older."""
     if kernels.in_process and not is_builtin(name):
         source = source_digests.describe_source(name)
         if _imported_sources.setdefault(name, source) != source:

@@ -48,10 +48,6 @@ def build_run(
     """Build the run record of a run that begins now.
 
     Args:
-      implementations: the implementations to judge.
-      planned: the jobs of the run, with their covering arrays.
-      command: the command line of the run.
-      level: the level of the run, such as `quick`.
       limits: the limits in force, one table row for each dtype and observable.
       seeds: the base seeds of the cases.
       narrowed: the options that narrow the plan of the level, as the user wrote them; empty if none does.

@@ -63,13 +63,7 @@ class Rejudger:
     """Judge the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = ENOUGH_CONFIRMED) -> None:
-        """Create a rejudger.
-
-        Args:
-          executor: runs the implementation.
-          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
-            again; 0 to judge no failure again.
-        """
+        """Create a rejudger that, after `confirmed` confirmed failures of a result in a check, judges no more again."""
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -82,13 +76,7 @@ class Rejudger:
         return not self._enough
 
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """Judge the failures and errors of a check again, and return the judgements that count.
-
-        Args:
-          check: the check.
-          subject: the implementation and the case.
-          first: the judgements of the check under the flags that make compiling cheap.
-        """
+        """Judge a check's failures and errors under cheap flags again, and return the judgements that count."""
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
         # Checks that interpret a kernel are not judged again. JAX's kernel interpreters go step by step and look for
@@ -107,14 +95,7 @@ class Rejudger:
     def _judge_by_default_flags(
         self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
     ) -> list[Judgement]:
-        """Return the judgements under JAX's own flags. Results whose first failure the flags did not cause stay wrong.
-
-        Args:
-          check: the check.
-          subject: the implementation and the case.
-          executor: runs the implementation under JAX's own flags.
-          first: the judgements under the flags that make compiling cheap.
-        """
+        """Return the judgements under JAX's own flags. A result whose first failure flags did not cause stays wrong."""
         if self._decided >= _MIN_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
             return [_add_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
         second = _run_check(check, subject.with_executor(executor))
@@ -154,8 +135,6 @@ def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Co
     can at most tell it how many processes came before, but not which flags it has.
 
     Args:
-      check: the check to run in each process.
-      subject: the implementation and the case, with the executor under the first flags.
       executor: the executor under JAX's own flags.
       changed: names of results that were wrong under the first flags, and then right under JAX's own.
     """
@@ -201,10 +180,7 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements, each with a key: its observable, and the number of earlier ones with this observable.
-
-    Consecutive calls in a check give their results the same name.
-    """
+    """Yield judgements with a key: the observable, and the number of earlier judgements with this observable."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
@@ -229,10 +205,7 @@ def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
 
 
 def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, with the first, wrong one in place of each result in `names`.
-
-    These results were right when judged again, but the flags are not the cause.
-    """
+    """Return the judgements, with the first, wrong one for each of `names`: right later, but not by the flags."""
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
     unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
     present = {judgement.observable for judgement in judgements}

@@ -38,21 +38,14 @@ class WorkerMismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a process may judge for a run.
+    """The conditions under which a process may judge for a run."""
 
-    Attributes:
-      run: the id of the run. What a process keeps from one call to the next is dropped when another run begins.
-      folder: the current folder of the process that sends the work. Kernels and settings are found in it.
-      facts: versions, flags and digests of sources by name, as they are in the process that sends the work.
-      kernels: names of the kernels whose sources are among the facts.
-      ignored: names of facts in which the process may differ.
-    """
-
-    run: str
-    folder: str
+    run: str  # the id of the run. What a process keeps from one call to the next is dropped when another run begins.
+    folder: str  # the current folder of the process that sends the work. Kernels and settings are found in it.
+    # Versions, flags and digests of sources by name, as they are in the process that sends the work.
     facts: Mapping[str, str]
-    kernels: tuple[str, ...] = ()
-    ignored: frozenset[str] = frozenset()
+    kernels: tuple[str, ...] = ()  # names of the kernels whose sources are among the facts
+    ignored: frozenset[str] = frozenset()  # names of facts in which the process may differ
 
 
 @dataclasses.dataclass
@@ -78,11 +71,7 @@ def pack_call(function: Callable[[Any], Any], argument: Any) -> bytes:
 
 
 def call_remotely(packed: bytes, conditions: Conditions) -> Any:
-    """Prepare this process, compare it with the sender's, and return what the packed function returns.
-
-    Raises:
-      WorkerMismatch: if this process may not judge for the run.
-    """
+    """Compare this process with the sender's, and call the packed function. Raises `WorkerMismatch`."""
     with _ONE_AT_A_TIME, _enter_folder(conditions.folder):
         _prepare(conditions)
         if _state.run != conditions.run:

@@ -1,39 +1,6 @@
 """Load a project's settings from its `pyproject.toml`, and mark the failures that they expect.
 
-The table has these entries:
-
-[tool.attention_conformance]
-implementations = ["my_kernels.flash:attention"]     # judged by `pytest` without --impl
-expected_failure_files = ["known/*.toml"]             # files with [[expected_failures]], one for each library
-
-[tool.attention_conformance.groups]                   # one name for several implementations, as in `--impl=upstream`
-upstream = ["jax_nn_xla", "jax_splash_tpu"]
-
-[tool.attention_conformance.tolerances]
-"bf16.out" = 5.0
-
-[[tool.attention_conformance.expected_failures]]
-implementation = "jax_nn_xla"
-case = "train/bf16"                                   # a query; all cases if left out
-check = ["gradients*", "primal"]                      # wildcard patterns of checks; all if left out
-observable = ["dv*"]                                  # wildcard patterns of results; all if left out
-some = true                                           # only some of the matching judgements fail, not all
-jax = ">=0.11"                                        # versions of JAX for which this holds; all if left out
-platform = "gpu"                                      # the platform in reports for which this holds; all if left out
-package = "flax>=0.12"                                # an installed package for which this holds
-finding = "flax-mask-nan"                             # the report about the fault, a page of docs/upstream
-reason = "..."
-link = "..."
-
-A file of expected failures has `library`, `link` and `versions` (the judged versions of the library), then its entries:
-
-library = "jax"
-link = "https://github.com/jax-ml/jax"
-versions = ["jax 0.10.2"]
-
-[[expected_failures]]
-implementation = "jax_nn_xla"
-reason = "..."
+docs/reference/settings.md describes the table, and the files of expected failures that it may name.
 """
 
 from __future__ import annotations
@@ -156,10 +123,7 @@ class Settings:
 
     @staticmethod
     def unmark_expected_failure(record: Record) -> Record:
-        """Return the record without the mark of `mark_expected_failures`, to mark it by other settings.
-
-        A marked record does not tell a failure from an error: both become `fail`.
-        """
+        """Return the record without the mark of an expected failure; errors that were marked become `fail`."""
         if record.verdict == records.EXPECTED_FAIL:
             reason, found, _ = record.reason.rpartition("; expected: ")
             return msgspec.structs.replace(record, verdict=records.FAIL, reason=reason if found else "")
@@ -168,10 +132,7 @@ class Settings:
         return record
 
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
-        """Return a red record for each expected failure that did not occur in a whole run.
-
-        Entries of an implementation that could not be judged at all, for example without its library, are skipped.
-        """
+        """Return a red record for each expected failure of a judged kernel that did not occur in a whole run."""
         judged = {
             record.implementation: record.platform
             for record in records_found
@@ -195,11 +156,7 @@ class Settings:
 
 
 def load_settings(start: Path) -> Settings:
-    """Load the settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
-
-    Raises:
-      SettingsError: for settings that are misspelt or of the wrong type.
-    """
+    """Load the settings of the nearest `pyproject.toml`, else defaults. Raises `SettingsError` for wrong ones."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -236,11 +193,7 @@ def _parse_table(table: Any, file: Path) -> Settings:
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns, relative to `folder`.
-
-    Raises:
-      ValueError: for a pattern that no file matches.
-    """
+    """Return the files that match the patterns; raise `ValueError` for a pattern that no file matches."""
     found: list[Path] = []
     for pattern in patterns:
         _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")

@@ -94,17 +94,11 @@ class LocalPool:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGroup:
-    """The workers of an executor that have the same platform.
+    """The workers of an executor that have the same platform."""
 
-    Attributes:
-      executor: submits calls to these workers.
-      conditions: what these workers must have in common with this process.
-      count_workers: returns the number of these workers at this moment.
-    """
-
-    executor: concurrent.futures.Executor
-    conditions: Conditions
-    count_workers: Callable[[], int]
+    executor: concurrent.futures.Executor  # submits calls to these workers
+    conditions: Conditions  # what these workers must have in common with this process
+    count_workers: Callable[[], int]  # returns the number of these workers at this moment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +107,11 @@ class ExecutorPool:
 
     An executor may run a task again elsewhere when a worker is lost. It gives a task up with one of `losses`: then the
     task's parts run once more, one at a time, and a part that is given up again is lost.
-
-    Attributes:
-      groups: groups of workers by platform. The group of the empty name takes tasks of all platforms without a group.
-      losses: exceptions by which an executor says that a task killed its worker again and again.
     """
 
+    # Groups of workers by platform. The group of the empty name takes tasks of all platforms without a group.
     groups: Mapping[str, WorkerGroup]
+    # Exceptions by which an executor says that a task killed its worker again and again.
     losses: tuple[type[BaseException], ...] = ()
 
     @property

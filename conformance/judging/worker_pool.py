@@ -44,11 +44,8 @@ def run_tasks(
     Ctrl-C stops the workers at once, and so does an exception of `do` or `on_result`.
 
     Args:
-      tasks: the tasks, in the order in which they start.
-      workers: number of processes.
       do: the function that a worker calls with a task. The function, the task, its result and its exception are
         pickled.
-      on_result: called with each task and its result.
       split: returns the parts of a task that killed its process. The parts run one at a time.
       on_lost: called with a part that kills its process again.
     """
@@ -145,10 +142,7 @@ def _send_task(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
 
 
 def _end_worker(worker: _Worker[Task], deadline: float) -> None:
-    """Wait until the deadline for a worker's process to end, then kill it.
-
-    The worker has died, was signalled, or has no more tasks. Closing its pipe tells it to end.
-    """
+    """Wait until the deadline for a worker's process to end, as closing its pipe tells it, then kill it."""
     worker.pipe.close()
     if worker.process.wait(max(0.0, deadline - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
@@ -158,10 +152,7 @@ def _end_worker(worker: _Worker[Task], deadline: float) -> None:
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:
-    """Run the tasks that arrive on a pipe, until it is closed or a signal ends this worker.
-
-    This is the main function of a worker process.
-    """
+    """Run the tasks that arrive on a pipe in a worker process, until it is closed or a signal ends the worker."""
     packages.claim_names()
     sys.path[:] = path  # find the user's modules in the same folders as the judge's process
     with interrupts.record_signals():

@@ -96,11 +96,6 @@ def _build_positions(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(jnp.arange(shape[axis]).reshape([-1 if axis == other else 1 for other in axes]) for axis in axes)
 
 
-def _get_accumulator_dtype(x: jax.Array) -> Any:
-    """Return the dtype to compute in: f32, or f64 for f64 operands."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
 def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """Reshape `[B, T, N, D]` to `[B, K, G, T, D]`."""
     batch, length, heads, depth = x.shape
@@ -123,7 +118,7 @@ def _compute_logits(
 ) -> tuple[jax.Array, Any]:
     """Compute capped, unmasked logits `[B, N, T, S]`, and their derivative with respect to the scaled logits."""
     q, k, _, _, bias, slopes = operands
-    dtype = _get_accumulator_dtype(q)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
     x = scale * _dot("bkgth,bskh->bkgts", _split_heads(q.astype(dtype), k.shape[2]), k.astype(dtype))
     x = x.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None:

@@ -46,9 +46,6 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
     """Answer one request after another, until the judge closes the pipe.
 
     Args:
-      requests: descriptor of the pipe that requests come from.
-      answers: descriptor of the pipe that answers go to.
-      run: executes a request and returns its result.
       snapshot: the result of `tamper_check.take_snapshot` from before the kernel was imported.
       files: the `file_watcher.FileWatcher` that lists the files that the kernel reads.
     """

@@ -17,26 +17,18 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """The options of a command that concern the kernels that it judges.
+    """The options of a command that concern the kernels that it judges."""
 
-    Attributes:
-      products: the precision in which plain functions multiply f32 operands (`--products`); None if not given.
-      in_process: whether all kernels run in the judge's process, for debugging (`--in-process`).
-      timeout: the most seconds that one call may take; None if not given.
-      memory: the most memory that a kernel's process may take, in GiB; None if not given.
-      problem: the named problem whose operands the kernels take (`--problem`); None if not given.
-      sandbox: the files and environment variables that the user allows or hides.
-      require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
-      handshakes: the first handshakes of kernels, by name, from the process that started this one.
-    """
-
+    # The precision in which plain functions multiply f32 operands (`--products`); None if not given.
     products: Products | None = None
     in_process: bool = False
-    timeout: float | None = None
-    memory: float | None = None
-    problem: str | None = None
+    timeout: float | None = None  # the most seconds that one call may take; None if not given
+    memory: float | None = None  # the most memory that a kernel's process may take, in GiB; None if not given
+    problem: str | None = None  # the named problem whose operands the kernels take (`--problem`); None if not given
     sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
+    # Whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
     require_sandbox: bool = False
+    # The first handshakes of kernels, by name, from the process that started this one.
     handshakes: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -53,11 +45,7 @@ class KernelOptions:
         )
 
     def find(self, name: str) -> Implementation:
-        """Load an implementation by its name, and start its process unless it runs in the judge's.
-
-        Raises:
-          implementation_registry.ImplementationNotFound: if it cannot be loaded; the message is one line.
-        """
+        """Load an implementation, and start its process, if any. Raises `ImplementationNotFound`, in one line."""
         if implementation_registry.is_builtin(name) or not implementation_registry.may_exist(name):
             return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
         if self.in_process:

@@ -66,12 +66,7 @@ _CACHE_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a kernel's process.
-
-    Attributes:
-      timeout: the most seconds that one call may take.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
-    """
+    """The most seconds of a call, and the most bytes of memory and files of a kernel's processes, 0 for any."""
 
     timeout: float = 300.0
     memory: int = 0
@@ -85,10 +80,7 @@ class Limits:
 
 
 class ProcessLost(BaseException):
-    """Raised when the kernel's process has died or had to be ended; the message says why.
-
-    This is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
-    """
+    """Raised when the kernel's process was lost, which ends the job; no `Exception`, which the kernel could raise."""
 
 
 class CallTimeout(ProcessLost):
@@ -101,13 +93,7 @@ class LoadFailed(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _PendingCall:
-    """A call that `begin` has started and whose result `call` has not returned yet.
-
-    Attributes:
-      request: the request that was sent.
-      size: the number of bytes of the serialized request.
-      message: the answer, once it is received; None before.
-    """
+    """A begun call: its request, the serialized size, and the answer once it is received."""
 
     request: CallRequest
     size: int
@@ -132,13 +118,8 @@ class KernelProcess:
         """Prepare the process of a kernel, without starting it.
 
         Args:
-          name: the kernel, as given to `--impl`.
-          products: the value of `--products`.
-          limits: limits of a call and of memory.
-          problem: the value of `--problem`.
           first_handshake: the text of the kernel's first handshake, if another process of the judge received it.
           xla_flags: flags of XLA; None for those of the environment.
-          sandbox: the command's policy for the sandbox.
           reads_cache: whether the process may read programs that earlier runs compiled.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
@@ -186,10 +167,7 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Send the request of a call whose result `call` returns later, without waiting for the answer.
-
-        So the judge can compute the expected result while the kernel runs.
-        """
+        """Send a call's request, so that the judge computes while the kernel runs; `call` returns the result."""
         if not self._running:
             return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
@@ -238,11 +216,7 @@ class KernelProcess:
             raise
 
     def settle(self) -> None:
-        """Wait for all pending calls, and discard their results.
-
-        Raises:
-          ProcessLost: if the process was lost in one of these calls.
-        """
+        """Wait for all pending calls, and discard their results. Raises `ProcessLost`."""
         self._raise_lost()
         try:
             if self._running:
@@ -269,7 +243,8 @@ class KernelProcess:
 
     def _receive(self, request: CallRequest) -> Any:
         """Receive the answer to a call, and record the files that it reports. Raises `ProcessLost`."""
-        message = self._running[0].receive(self._current_limits, _max_bytes(request))
+        most = protocol.max_array_bytes(request.arguments, request.keywords)
+        message = self._running[0].receive(self._current_limits, most)
         self._record_files(message)
         return message
 
@@ -324,10 +299,7 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command.
-
-    The next call of a kernel starts its process again.
-    """
+    """End the processes of all kernels, at the end of a command; the next call would start them again."""
     for process in list(_ALL):
         process.end()
 
@@ -336,11 +308,6 @@ def _end(running: list[_RunningProcess]) -> None:
     with interrupts.delay_signals():
         while running:
             running.pop().end()
-
-
-def _max_bytes(request: CallRequest) -> int:
-    """Return the most bytes of arrays that the answer to a request may have."""
-    return protocol.max_array_bytes(request.arguments, request.keywords)
 
 
 class _RunningProcess:
@@ -398,13 +365,7 @@ class _RunningProcess:
             return _DEFAULT_PIPE_BYTES // 2
 
     def send(self, packed: bytes, limits: Limits, *, is_busy: bool = False) -> None:
-        """Send a request; `receive` returns its answer.
-
-        Args:
-          packed: the serialized request.
-          limits: limits of the call.
-          is_busy: whether the process still works on an earlier request.
-        """
+        """Send a request, whose answer `receive` returns; `is_busy` if the process still works on an earlier one."""
         if not is_busy:
             self._read_output()
             self._output_parts.clear()  # this output belongs to earlier requests
@@ -449,10 +410,7 @@ class _RunningProcess:
                 select.select((self._output,), (), ())
 
     def _read_output(self) -> bool:
-        """Read the output that is in the pipe, keep its last bytes, and return whether more may come.
-
-        When an answer was received, all output that the kernel printed before it is in the pipe.
-        """
+        """Read the output that is in the pipe, keep its last bytes, and return whether more may come."""
         with self._output_lock:
             if self._output < 0:
                 return False
@@ -536,13 +494,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
 
 
 def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """Return an exception with the same name and built-in base type as the kernel's, without code of the kernel.
-
-    Args:
-      name: the name of the exception's type.
-      kinds: the names of the type's built-in base types, most specific first.
-      message: the exception's message.
-    """
+    """Return an exception with the name and most specific built-in base of the kernel's, without its code."""
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
     for base in (*bases, RuntimeError):

@@ -31,16 +31,7 @@ REQUEST_LENGTH = struct.Struct("<Q")
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """The request to load a kernel.
-
-    Attributes:
-      name: the kernel, as given to `--impl`.
-      products: the value of `--products`.
-      problem: the value of `--problem`.
-      path: `sys.path` of the judge.
-      scratch: the folder that the process may write to.
-      sandbox: the command's policy for the sandbox.
-    """
+    """The request to load a kernel."""
 
     name: str
     products: str | None
@@ -52,21 +43,12 @@ class LoadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class CallRequest:
-    """The request to call a function of this project with an executor of the kernel.
+    """The request to call a function of this project with an executor of the kernel."""
 
-    Attributes:
-      options: options of the compiler.
-      variant: the name of one of the implementation's variants; empty for the implementation itself.
-      generation: a number that distinguishes executors with the same options. Each compiles its own programs.
-      function: a function of `conformance.executor_tasks`, or of another module of this project.
-      arguments: the function's arguments after the executor.
-      keywords: the function's keyword arguments.
-    """
-
-    options: tuple[tuple[str, bool | int], ...]
-    variant: str
-    generation: int
-    function: Callable[..., Any]
+    options: tuple[tuple[str, bool | int], ...]  # options of the compiler
+    variant: str  # the name of one of the implementation's variants; empty for the implementation itself
+    generation: int  # a number that distinguishes executors with the same options. Each compiles its own programs.
+    function: Callable[..., Any]  # a function of `conformance.executor_tasks`, or of another module of this project
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
 
@@ -80,17 +62,7 @@ class CallRequest:
 
 
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
-    """Load the kernel that is requested and answer requests, until the judge closes the pipe of requests.
-
-    This process forks: the child runs the kernel, and the parent supervises the child.
-
-    Args:
-      requests: the descriptor from which requests are read.
-      answers: the descriptor to which answers are written.
-      status: the descriptor to which the supervisor writes the limit that was exceeded.
-      scratch: the folder that the kernel may write to.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
-    """
+    """Fork a supervisor, load the requested kernel and answer requests until the judge closes their pipe."""
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
     answering = load_private_copy("conformance.sandbox.answering")

@@ -45,16 +45,11 @@ _MAX_IMPLICIT_ENTRIES = 2
 
 @dataclasses.dataclass(frozen=True)
 class SandboxPolicy:
-    """The options of a command that concern the sandbox of its kernels.
+    """The options of a command that concern the sandbox of its kernels."""
 
-    Attributes:
-      read: more files and folders that kernels may read (`--sandbox-read`).
-      variables: names of more environment variables that kernels get (`--sandbox-env`).
-      hidden: files that kernels may not read, even in their source trees, since the command writes or compares them.
-    """
-
-    read: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()  # more files and folders that kernels may read (`--sandbox-read`)
+    variables: tuple[str, ...] = ()  # names of more environment variables that kernels get (`--sandbox-env`)
+    # Files that kernels may not read, even in their source trees, since the command writes or compares them.
     hidden: tuple[str, ...] = ()
 
     @property
@@ -110,10 +105,6 @@ def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
 
     These are the folder of its file or package, and the folders of the module search path except those of the system.
     The current folder counts only if the kernel lies in it: a kernel from elsewhere need not read it.
-
-    Args:
-      name: the kernel, as given to `--impl`.
-      search_path: `sys.path`.
     """
     here = Path.cwd()
     home = None
@@ -156,10 +147,6 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
 
     These are what `find_readable_entries` yields. If the tree is or contains the user's home or a folder for temporary
     files, only its modules and packages are readable.
-
-    Args:
-      tree: an existing folder.
-      hidden: files that are not readable; they need not exist.
     """
     tree = tree.resolve()
     if not any(shared.is_relative_to(tree) for shared in _list_shared_folders()):
@@ -178,10 +165,6 @@ def find_readable_entries(place: Path, hidden: Iterable[Path]) -> Iterator[Path]
     At any depth, these are all entries except dot files (`.git`, `.env`, `.ssh`), links that lead out of the folder,
     the files `hidden`, and files of records (`*.jsonl`). The latter have seeds and verdicts. `place` itself may have
     such a name.
-
-    Args:
-      place: an existing file or folder.
-      hidden: files that are not readable; they need not exist.
     """
     system = {str(folder.resolve()) for folder in _find_interpreter()}  # readable anyway, and large
     unreadable = {str(path.resolve()) for path in hidden}

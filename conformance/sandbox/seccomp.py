@@ -48,15 +48,10 @@ _REFUSED_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54, 0xAA)
 
 @dataclasses.dataclass(frozen=True)
 class FilterOptions:
-    """Options that allow more system calls than the common set.
+    """Options that allow more system calls than the common set."""
 
-    Attributes:
-      accelerator: whether the process drives an accelerator by `ioctl`.
-      unix_server: whether the process may serve a Unix socket, for NVIDIA's driver.
-    """
-
-    accelerator: bool = False
-    unix_server: bool = False
+    accelerator: bool = False  # whether the process drives an accelerator by `ioctl`
+    unix_server: bool = False  # whether the process may serve a Unix socket, for NVIDIA's driver
 
 
 class _Instruction(ctypes.Structure):
@@ -91,13 +86,7 @@ def install_filter(options: FilterOptions) -> str:
 
 
 def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
-    """Return the instructions of the filter.
-
-    Args:
-      machine: the machine, as `platform.machine()` names it.
-      options: the calls that the filter allows beyond the common set.
-      pid: the id of the process that is filtered.
-    """
+    """Return the instructions of the filter."""
 
     def numbers(calls: Iterable[SystemCall]) -> list[int]:
         return sorted(number for call in calls if (number := getattr(call, machine)) is not None)

@@ -43,8 +43,6 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
     Args:
       pipes: descriptors that only the child keeps.
       status: a pipe that only the supervisor keeps, to which it writes the limit that was exceeded.
-      scratch: the scratch folder.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     if not IS_AVAILABLE:
         os.close(status)
@@ -118,11 +116,7 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
 
 
 def _reap(kernel: int) -> int | None:
-    """Reap ended children, including adopted ones.
-
-    Returns:
-      The wait status of the kernel's process if it has ended, otherwise None.
-    """
+    """Reap ended children, including adopted ones; return the wait status of the kernel's process if it ended."""
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == kernel:

@@ -52,19 +52,12 @@ _SIZE_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """A planted bug, and how similar its failures are to those of a kernel.
-
-    Attributes:
-      bug: the planted bug.
-      similarity: Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes.
-      shared: the results that are wrong in both the bug and the kernel.
-      rest: number of the kernel's wrong results that are right in the bug.
-    """
+    """A planted bug, and how similar its failures are to those of a kernel."""
 
     bug: KnownBug
-    similarity: float
-    shared: tuple[Element, ...]
-    rest: int
+    similarity: float  # Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes
+    shared: tuple[Element, ...]  # the results that are wrong in both the bug and the kernel
+    rest: int  # number of the kernel's wrong results that are right in the bug
 
 
 def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
@@ -84,10 +77,7 @@ def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Simil
 def find_nearest(
     profile: ErrorProfile, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
 ) -> list[Similarity]:
-    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
-
-    Bugs that are not possible, by what else is known of the kernel, are left out.
-    """
+    """Find the possible bugs most similar to a kernel, one of each kind; empty if none is similar enough."""
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(profile)
     for each in rank_bugs(profile, bank):
@@ -157,10 +147,7 @@ def _select_comparable(one: ErrorProfile, other: ErrorProfile) -> dict[Element, 
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """Compute the weight of each element: 1 / sqrt(number of elements of the same case).
-
-    So a case with many wrong results counts more than a case with few, but not in proportion.
-    """
+    """Weigh each element by 1 / sqrt(elements of its case), so that cases count more with more wrong results."""
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 

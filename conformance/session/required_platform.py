@@ -14,13 +14,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class PlatformSelection:
-    """The implementations that run natively on a required platform, and those that do not.
-
-    Attributes:
-      platform: the required platform.
-      kept: the implementations to judge.
-      left_out: pairs of a reason and the names of the implementations that are left out for it.
-    """
+    """Implementations that run natively on a platform, and names of those left out, by reason."""
 
     platform: str
     kept: tuple[Implementation, ...]
@@ -47,8 +41,6 @@ def select_native(
     library is missing, is kept if it is written for the platform: its records then say what is missing.
 
     Args:
-      implementations: all implementations that the options name.
-      platform: the required platform.
       judged_elsewhere: whether other machines judge, whose platforms this process does not know.
     """
     kept = []

@@ -19,8 +19,6 @@ def annotate_run(found: Iterable[Record], changed: Comparison | None = None, inf
     """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
 
     Args:
-      found: the records of the run.
-      changed: the comparison with a baseline; None without one.
       info: the probes that confirm findings, and the planted bugs that findings resemble; None if unknown.
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":
@@ -40,10 +38,7 @@ def annotate_comparison(changed: Comparison) -> list[str]:
 
 
 def _find_place(record: Record) -> github_annotations.Place | None:
-    """Return the file and line of the user's code at which a call raised; None if unknown or outside the checkout.
-
-    The file's path is relative to the top of GitHub's checkout.
-    """
+    """Return the file, relative to GitHub's checkout, and line of the user's code that raised; None if unknown."""
     if record.verdict != ERROR or (place := kernel_errors.parse_place(record.reason)) is None:
         return None
     top = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())

@@ -36,26 +36,13 @@ class ComparedRuns:
 
 
 def read_compared_runs(names: str, *, command: str) -> ComparedRuns:
-    """Read the runs of files, their names joined by commas, as one side of a comparison.
-
-    Raises:
-      CannotJudge: if a file cannot be read, or its runs cannot be merged (`gather_compared_runs`).
-    """
+    """Read the runs of files, names joined by commas, as one side of a comparison. Raises `CannotJudge`."""
     recorded = [one for name in names.split(",") for one in read_recorded_runs(name)]
     return gather_compared_runs(recorded, names, command=command)
 
 
 def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command: str) -> ComparedRuns:
-    """Merge runs to one side of a comparison.
-
-    Args:
-      recorded: the runs.
-      names: the name of the runs in messages.
-      command: the command line that compares them.
-
-    Raises:
-      CannotJudge: if there is no record, or if runs of one implementation differ in their provenance.
-    """
+    """Merge runs to one side of a comparison. Raises `CannotJudge` if there are none, or provenances differ."""
     found, info = aggregate_runs(recorded, command=command)
     if not found:
         raise CannotJudge(f"there is no record in {names}")

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The files to which a run writes its results; None for those that are not requested.
-
-    Attributes:
-      report: the HTML page.
-      json: the file of records.
-      markdown: the Markdown summary.
-      step: the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub.
-    """
+    """The files that a run writes, None if not requested; `step` is GitHub's summary of this step."""
 
     report: Path | None = None
     json: Path | None = None
@@ -77,8 +70,6 @@ def check_outputs(
 
     Args:
       report: path of the HTML page. A file of records is written beside it.
-      json: path of the file of records.
-      markdown: path of the Markdown summary.
       prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
@@ -123,7 +114,6 @@ def check_writable(
     """Check that an output can be written, and return its path.
 
     Args:
-      value: the path, as the user wrote it.
       option: the name of the option with this path, without prefix.
       kind: the kind of file, if it is not the usual kind of this option.
       beside: a file beside `value` that is written too, and that is checked in its place.
@@ -143,11 +133,7 @@ def check_writable(
 
 
 def write_summary(path: Path, text: str) -> None:
-    """Write the file of `--markdown`, or append to it if it is GitHub's summary of the step.
-
-    Raises:
-      OSError: if the file cannot be written; the error names it.
-    """
+    """Write the file of `--markdown`, or append to GitHub's summary of the step. Raises `OSError`, naming it."""
     if not _is_step_summary(path):
         output_files.write_text(path, text)
         return

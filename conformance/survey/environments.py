@@ -31,23 +31,14 @@ class CannotCreateEnvironment(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CreatedEnvironment:
-    """An environment that exists on disk.
-
-    Attributes:
-      python: the interpreter.
-      packages: the installed packages with their versions, as `pip freeze` prints them, without this project.
-    """
+    """An environment on disk: its interpreter and packages, as `pip freeze` prints them, without this project."""
 
     python: Path
     packages: tuple[str, ...]
 
 
 def find_uv() -> str:
-    """Find the program uv: that of the package `uv` in this environment, or the one on the path.
-
-    Raises:
-      CannotCreateEnvironment: if there is none.
-    """
+    """Find the program uv in this environment or on the path. Raises `CannotCreateEnvironment`."""
     try:
         import uv  # imported late: the package is optional
 
@@ -60,15 +51,7 @@ def find_uv() -> str:
 
 
 def create_environment(described: Environment, folder: Path) -> CreatedEnvironment:
-    """Create an environment in a folder, or return the one there if it was created for the same description.
-
-    Args:
-      described: what to install.
-      folder: where; an environment for another description is replaced.
-
-    Raises:
-      CannotCreateEnvironment: if Python or a package cannot be installed.
-    """
+    """Create an environment in a folder, or return an equal one there. Raises `CannotCreateEnvironment`."""
     project = describe_project()
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if (kept := _read_stamp(folder, described, project)) is not None and python.exists():

@@ -35,23 +35,14 @@ _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes
 
 @dataclasses.dataclass(frozen=True)
 class RowOutcome:
-    """The end of the judging of a row.
+    """The end of the judging of a row."""
 
-    Attributes:
-      state: `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`.
-      reason: why it was not judged; empty if it was.
-      functions: the names of the judged functions.
-      level: the level of the grid.
-      packages: the packages of the environment with their versions.
-      seconds: the duration of judging and timing, without the time of an earlier, stopped run.
-    """
-
-    state: str
-    reason: str = ""
+    state: str  # `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`
+    reason: str = ""  # why it was not judged; empty if it was
     functions: tuple[str, ...] = ()
     level: str = ""
     packages: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # the duration of judging and timing, without the time of an earlier, stopped run
 
 
 def read_outcome(folder: Path) -> RowOutcome | None:
@@ -92,19 +83,7 @@ def judge_row(
     show: bool = False,
     on_step: Callable[[str], None],
 ) -> RowOutcome:
-    """Judge a row in its folder, and write how it ended. A run that was stopped there is continued.
-
-    A row that was judged there is only timed, if that is asked for.
-
-    Args:
-      row: the library, its version and the functions.
-      folder: the folder of the row.
-      level: the level of the grid.
-      jobs: the number of worker processes; None for one a core.
-      bench: whether judged functions are timed too, which needs an otherwise idle machine.
-      show: whether the run's own output goes to the terminal, besides the log.
-      on_step: called with a line that says what begins.
-    """
+    """Judge a row in its folder, or continue or time it, and write how it ended; `show` prints the run's output."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     outcome = RowOutcome(NOT_INSTALLED, functions=row.functions, level=level)

@@ -39,8 +39,6 @@ def mark_known_failures(
     """Mark the records of a row by the entries, in place of the entries that were known when it was judged.
 
     Args:
-      records: the records of a whole run.
-      entries: the known failures of the library.
       environment: the versions of the packages with which it was judged, JAX among them.
       level: the level of the grid. `smoke` has few cases, so failures that depend on the values may not occur.
 

@@ -21,27 +21,16 @@ _SCRIPT = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class UpstreamFinding:
-    """A fault of a published library.
+    """A fault of a published library."""
 
-    Attributes:
-      name: its name, as known failures and the page's file have it.
-      title: what is wrong, in one line.
-      library: the library's name, as its description has it.
-      versions: the versions in which the script showed it.
-      mended: the first version without the fault; empty if none is known.
-      platform: the JAX backend that shows it.
-      not_judged: why no known failure names it; empty if one does.
-      script: the script that shows it.
-    """
-
-    name: str
-    title: str
-    library: str
-    versions: tuple[str, ...]
-    mended: str
-    platform: str
-    not_judged: str
-    script: str
+    name: str  # its name, as known failures and the page's file have it
+    title: str  # what is wrong, in one line
+    library: str  # the library's name, as its description has it
+    versions: tuple[str, ...]  # the versions in which the script showed it
+    mended: str  # the first version without the fault; empty if none is known
+    platform: str  # the JAX backend that shows it
+    not_judged: str  # why no known failure names it; empty if one does
+    script: str  # the script that shows it
 
 
 def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
@@ -50,11 +39,7 @@ def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
 
 
 def parse_finding(path: Path) -> UpstreamFinding:
-    """Parse a report.
-
-    Raises:
-      ValueError: if a part is missing; the message names the file and the part.
-    """
+    """Parse a report. Raises `ValueError`, which names the file and a missing part."""
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
     if page is None:
         raise ValueError(f"{path.name} does not begin with a block between lines of ---")

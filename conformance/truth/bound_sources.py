@@ -57,18 +57,14 @@ _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of th
 
 @dataclasses.dataclass(frozen=True)
 class Resemblance:
-    """Which sources an error resembles.
+    """Which sources an error resembles."""
 
-    Attributes:
-      sources: names of the sources, the best first.
-      times: typical quotient of the errors and the best source's term. For random errors, it is the root mean square of
-        normal numbers with the same mean logarithm. Otherwise it is the geometric mean of the quotients.
-      is_random: whether the quotients vary as those of rounding errors do. They vary less if the errors are nearly a
-        constant multiple of the term, and more if something else than rounding is wrong in some elements.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # names of the sources, the best first
+    # Typical quotient of the errors and the best source's term. For random errors, it is the root mean square of normal
+    # numbers with the same mean logarithm. Otherwise it is the geometric mean of the quotients.
     times: float
+    # Whether the quotients vary as those of rounding errors do. They vary less if the errors are nearly a constant
+    # multiple of the term, and more if something else than rounding is wrong in some elements.
     is_random: bool
 
 
@@ -105,9 +101,7 @@ def find_resemblance(
     """Find the terms that have the shape of an error over the elements.
 
     Args:
-      error: `|got - expected|`.
       terms: the term of each source, in the same shape.
-      judged: booleans of the same shape, true for elements that count.
       most: the largest multiple of a term that errors may be on average and still resemble it.
 
     Returns:

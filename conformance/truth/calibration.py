@@ -152,17 +152,12 @@ def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str
         "dtype": dtype,
         "observable": observable,
         "judged": len(ratios),
-        "quantiles": {str(share): _round_to_digits(_compute_quantile(ratios, share)) for share in QUANTILES},
+        "quantiles": {str(share): _round_to_digits(ratios[math.ceil(share * len(ratios)) - 1]) for share in QUANTILES},
         "max_ratio": _round_to_digits(ratios[-1]),
         "max_rms": _round_to_digits(max(rms)) if rms else None,
         "reached_by": largest.implementation,
         "reached_on": largest.case,
     }
-
-
-def _compute_quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values: the smallest one that at least `share` of the values do not exceed."""
-    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def _round_to_digits(value: float) -> float:

@@ -20,21 +20,13 @@ from reports.records import Worst
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far a result is from the oracle, in units of its error bound.
+    """How far a result is from the oracle, in units of its error bound."""
 
-    Attributes:
-      ratio: the largest `|got - expected| / bound` of the judged elements.
-      rms: the root mean square of these ratios.
-      count: the number of judged elements.
-      worst: the element with the largest ratio, if any was judged.
-      problem: why the result cannot be compared at all; otherwise empty.
-    """
-
-    ratio: float
-    rms: float
+    ratio: float  # the largest `|got - expected| / bound` of the judged elements
+    rms: float  # the root mean square of these ratios
     count: int
-    worst: Worst | None = None
-    problem: str = ""
+    worst: Worst | None = None  # the element with the largest ratio, if any was judged
+    problem: str = ""  # why the result cannot be compared at all; otherwise empty
 
     @classmethod
     def malformed(cls, problem: str) -> Comparison:
@@ -48,8 +40,6 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     Where the bound is zero or the expected value is infinite, the result must be equal.
 
     Args:
-      got: the array that the implementation returned.
-      expected: exact values and bounds.
       judged: booleans broadcastable to the shape; elements where it is False are not compared. By default all are.
     """
     array = np.asarray(got)

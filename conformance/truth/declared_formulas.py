@@ -51,9 +51,6 @@ def compute_declared_expectation(
     """Compute the exact results and their bounds for declared formulas.
 
     Args:
-      problem: the operands.
-      arithmetic: the arithmetic that the implementation declares.
-      formulas: the formulas that it declares.
       cotangents: cotangents of the outputs, those of `logsumexp` as the implementation returns it.
       empty_rows: what the implementation declares to return for a query that may attend to nothing.
       inexact: how far the implementation's operands may be from those of `problem`; None if they are equal.

@@ -40,15 +40,7 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """One projection (q or k) before and after each step of a front end, as the backward pass needs it.
-
-    Attributes:
-      steps: names of the steps, in order.
-      at: position streams `[3, L]`.
-      norm: weights of the norm `[H]`; None if there are none.
-      before: the input of each step.
-      after: the output of the last step.
-    """
+    """A projection before and after each step, with positions `[3, L]` and the norm's weights `[H]` or None."""
 
     steps: tuple[str, ...]
     at: Array
@@ -79,14 +71,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """The operands that a front end made from raw projections, with what its backward pass needs.
-
-    Attributes:
-      q: the queries.
-      k: the keys.
-      v: the values, which no step changes.
-      shared: whether the values are the raw keys.
-    """
+    """The operands that a front end made from raw projections; `shared` if the values are the raw keys."""
 
     q: Stream
     k: Stream
@@ -111,8 +96,6 @@ class FrontEnd:
 
         Args:
           dq: gradient of q after the front end, with its bound, as attention returns it.
-          dk: gradient of k after the front end, with its bound.
-          dv: gradient of v, with its bound.
           roundoff: unit roundoff of the dtype in which gradients of projections are stored.
           tiny: underflow of that dtype.
 

@@ -29,7 +29,6 @@ def compute_kept(asked: Any, compute: Callable[[], Expectation]) -> Expectation:
     Args:
       asked: everything that the expectation depends on, except the code (`disk_cache.hash_request`). A server runs only
         one version of the code.
-      compute: a function that computes the expectation.
     """
     folder = served_run.find_folder()
     if folder is None:

@@ -145,16 +145,7 @@ class LowPrecisionSoftmax:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxGradientErrors:
-    """Errors that a softmax in the operands' dtype adds to gradients.
-
-    Attributes:
-      dq: error of dq, `[G, T, H]`.
-      dk: error of each query head's part of dk, `[G, S, H]`.
-      dv: error of each query head's part of dv, `[G, S, V]`.
-      dx: error of the gradient of the logits before the soft cap, `[G, T, S]`.
-      dz: error of the gradient of the logits after the soft cap, `[G, T, S]`.
-      dsink: error of each row's part of dsinks, `[G, T]`.
-    """
+    """Errors that a softmax in the operands' dtype adds to gradients: dk and dv by query head, dsink by row."""
 
     dq: Array
     dk: Array

@@ -23,52 +23,29 @@ class Roundoff:
 
     A field is 0 if its step does not round. The last fields are roundoffs of f32, whatever is declared. They are
     separate fields so that `conformance.truth.bound_sources` can compute the term of each in a bound.
-
-    Attributes:
-      products: rounding the products of f32 operands to f32.
-      coarse: rounding f32 operands of a product to fewer bits (tf32, bf16).
-      logits: rounding logits to the operands' dtype.
-      softmax: rounding every step of a softmax to the operands' dtype.
-      group_sums: rounding sums over the heads of a group to the operands' dtype.
-      block_sums: rounding sums over keys or queries to the operands' dtype after each block.
-      block: number of keys or queries in such a block; None if sums are not rounded after blocks.
-      probabilities: rounding probabilities to the operands' dtype.
-      scaled_q: rounding `q * scale`, or `q * scale * log2(e)`, to the operands' dtype.
-      residuals: rounding residuals to the operands' dtype.
-      out: rounding results to the operands' dtype.
-      bias: rounding dbias to the dtype of the bias.
-      cache: rounding keys and values after they are multiplied by the scales of a quantised cache.
-      tiny: absolute error by underflow in the operands' dtype.
-      depth: rounding the sum of a logit over the head dimension.
-      exponent: rounding logits when they are stored, shifted and exponentiated.
-      cap: rounding the tanh of a soft cap and its derivative.
-      sums: rounding sums over keys, queries and the depth of values.
-      log: rounding the logarithm of the softmax's denominator.
-      backward: rounding differences and products of the backward pass.
-      base: converting logarithms to base 2, and cotangents of them; 0 if they are natural.
     """
 
-    products: float
-    coarse: float
-    logits: float
-    softmax: float
-    group_sums: float
-    block_sums: float
-    block: int | None
-    probabilities: float
-    scaled_q: float
-    residuals: float
-    out: float
-    bias: float
-    cache: float
-    tiny: float
-    depth: float = U
-    exponent: float = U
-    cap: float = U
-    sums: float = U
-    log: float = U
-    backward: float = U
-    base: float = 0.0
+    products: float  # rounding the products of f32 operands to f32
+    coarse: float  # rounding f32 operands of a product to fewer bits (tf32, bf16)
+    logits: float  # rounding logits to the operands' dtype
+    softmax: float  # rounding every step of a softmax to the operands' dtype
+    group_sums: float  # rounding sums over the heads of a group to the operands' dtype
+    block_sums: float  # rounding sums over keys or queries to the operands' dtype after each block
+    block: int | None  # number of keys or queries in such a block; None if sums are not rounded after blocks
+    probabilities: float  # rounding probabilities to the operands' dtype
+    scaled_q: float  # rounding `q * scale`, or `q * scale * log2(e)`, to the operands' dtype
+    residuals: float  # rounding residuals to the operands' dtype
+    out: float  # rounding results to the operands' dtype
+    bias: float  # rounding dbias to the dtype of the bias
+    cache: float  # rounding keys and values after they are multiplied by the scales of a quantised cache
+    tiny: float  # absolute error by underflow in the operands' dtype
+    depth: float = U  # rounding the sum of a logit over the head dimension
+    exponent: float = U  # rounding logits when they are stored, shifted and exponentiated
+    cap: float = U  # rounding the tanh of a soft cap and its derivative
+    sums: float = U  # rounding sums over keys, queries and the depth of values
+    log: float = U  # rounding the logarithm of the softmax's denominator
+    backward: float = U  # rounding differences and products of the backward pass
+    base: float = 0.0  # converting logarithms to base 2, and cotangents of them; 0 if they are natural
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
@@ -123,10 +100,7 @@ def get_dtype_name(dtype: np.dtype) -> str:
 
 
 def compute_gamma(terms: int) -> float:
-    """Bound the error of an f32 sum of `terms` terms, relative to the sum of their magnitudes.
-
-    `conformance.truth.rounding_bounds` derives it.
-    """
+    """Bound an f32 sum's error relative to its magnitudes (`conformance.truth.rounding_bounds` derives it)."""
     return U * compute_walk_steps(terms)
 
 

@@ -22,12 +22,7 @@ from conformance.truth.roundoff import U, compute_gamma
 
 @dataclasses.dataclass(frozen=True)
 class BoundedNumber:
-    """An array of exact values in float64 with error bounds of the same computation in f32.
-
-    Attributes:
-      value: the exact values.
-      error: how far a computation in f32 may be from each exact value.
-    """
+    """Exact values in float64, with bounds of the error of the same computation in f32."""
 
     value: Array
     error: Array
@@ -80,10 +75,7 @@ class BoundedNumber:
         return self._summed(axis, self.error.sum(axis=axis, keepdims=keepdims), keepdims)
 
     def sum_independent(self, axis: tuple[int, ...]) -> BoundedNumber:
-        """Sum over `axis`, adding the terms' errors in quadrature, since they are independent.
-
-        `conformance.truth.rounding_bounds` adds the errors of dsinks in the same way.
-        """
+        """Sum over `axis`, adding the terms' errors in quadrature, since they are independent."""
         return self._summed(axis, 2 * np.sqrt((self.error**2).sum(axis=axis)), False)
 
     def _summed(self, axis: int | tuple[int, ...], error: Array, keepdims: bool) -> BoundedNumber:
@@ -104,12 +96,7 @@ def _add_rounding(value: Array, error: Array, roundoff: float = U) -> BoundedNum
 
 
 def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: BoundedNumber) -> BoundedNumber:
-    """Replace entries along the last axis of `whole` by parts.
-
-    Args:
-      parts: pairs of indices along the last axis and the new entries at these indices.
-      whole: the array that keeps its other entries.
-    """
+    """Replace entries along the last axis of `whole` by `parts`, pairs of indices and new entries."""
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:
         value[..., places], error[..., places] = part.value, part.error

@@ -46,27 +46,16 @@ _RMS_STEPS_PER_UNIT = 10  # limits of the root mean square are rounded up to a t
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Limits on one observable in one dtype, in units of its error bound.
+    """Limits on one observable in one dtype, in units of its error bound."""
 
-    Attributes:
-      ratio: the largest allowed ratio.
-      rms: the largest allowed root mean square of the ratios.
-      source: a sentence for reports that says where both numbers come from.
-    """
-
-    ratio: float
-    rms: float
-    source: str
+    ratio: float  # the largest allowed ratio
+    rms: float  # the largest allowed root mean square of the ratios
+    source: str  # a sentence for reports that says where both numbers come from
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """The limits of every dtype and observable.
-
-    Attributes:
-      limits: limits by `(dtype, observable)`.
-      platforms: JAX backends on which the limits were calibrated.
-    """
+    """The limits by `(dtype, observable)`, and the JAX backends on which they were calibrated."""
 
     limits: Mapping[tuple[str, str], Limit]
     platforms: frozenset[str] = frozenset()
@@ -105,11 +94,7 @@ def load_default_tolerances() -> Tolerances:
 
 
 def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
-    """Build the tolerance table from a calibration, by the rules of the module docstring.
-
-    Raises:
-      ValueError: if the calibration has another schema.
-    """
+    """Build the table from a calibration by the module's rules. Raises `ValueError` for another schema."""
     if calibration.get("schema") != CALIBRATION_SCHEMA:
         raise ValueError(f"schema of the calibration is {calibration.get('schema')!r}, must be {CALIBRATION_SCHEMA!r}")
     rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}
@@ -146,16 +131,7 @@ def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
 
 
 def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
-    """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
-
-    Args:
-      table: the table to start from.
-      overrides: new largest ratios by `"dtype.observable"`, for example `{"bf16.out": 5.0}`.
-      source: where the overrides come from; reports print it.
-
-    Raises:
-      ValueError: if a dtype or observable is unknown, or a limit is not positive.
-    """
+    """Return a table with limits replaced by `"dtype.observable"`, rms in proportion. Raises `ValueError`."""
     limits = dict(table.limits)
     for key, value in overrides.items():
         dtype, _, observable = key.partition(".")

@@ -23,21 +23,14 @@ and backward in f32 on CPU under a causal mask: the loop over blocks took 0.84 o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call.
-
-    Attributes:
-      kernel: the implementation.
-      platform: platform of the process for which the kernel is chosen; None for any.
-      phases: phases for which the kernel is chosen.
-      special: whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
-      up_to_logits: largest `B * N * T * S` for which the kernel is chosen; None for any.
-    """
+    """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call."""
 
     kernel: Implementation
-    platform: str | None = None
+    platform: str | None = None  # platform of the process for which the kernel is chosen; None for any
     phases: tuple[Phase, ...] = PHASES
+    # Whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
     special: bool = False
-    up_to_logits: int | None = None
+    up_to_logits: int | None = None  # largest `B * N * T * S` for which the kernel is chosen; None for any
 
     def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
         """Return why the kernel is not chosen, or None if it is. `said` is true if the caller named the phase."""
@@ -83,13 +76,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel that is chosen for a call, with the reason.
-
-    Attributes:
-      kernel: name of the kernel.
-      reason: why the kernel was chosen.
-      passed_over: names of earlier candidates, each with the reason why it was not chosen. So no fallback is silent.
-    """
+    """The kernel chosen for a call, the reason, and candidates `passed_over`, so that no fallback is silent."""
 
     kernel: str
     reason: str
@@ -116,10 +103,6 @@ def find_route(
     """Choose the kernel of a call without reading values, so operands may be abstract.
 
     Args:
-      q: queries `[B, T, N, H]`.
-      k: keys `[B, S, K, H]`.
-      v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
       phase: phase of the call; by default inferred from the lengths. Kernels without gradients are only chosen if it is
         given.
       kernel: name of a kernel to use instead of choosing one.

@@ -75,18 +75,13 @@ class PairIndices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Active pairs of blocks: those with at least one allowed pair of positions in any batch row and head.
+    """Active pairs of blocks: those with at least one allowed pair of positions in any batch row and head."""
 
-    Attributes:
-      pairs: q block, kv block and index in `stored` of each pair.
-      stored: booleans `[X, b, n, block_q, block_kv]` of the pairs, None if the mask is a formula. Fully allowed pairs
-        share one entry.
-      masked: False if every pair is computed without a mask.
-    """
-
-    pairs: PairIndices
+    pairs: PairIndices  # q block, kv block and index in `stored` of each pair
+    # Booleans `[X, b, n, block_q, block_kv]` of the pairs, None if the mask is a formula. Fully allowed pairs share one
+    # entry.
     stored: np.ndarray | None
-    masked: bool
+    masked: bool  # False if every pair is computed without a mask
 
 
 def _build_schedule(plan: BlockFlashPlan) -> Schedule:
@@ -114,11 +109,7 @@ def is_formula(mask: Mask) -> bool:
 
 
 def evaluate_mask(mask: Mask, i: Any, j: Any) -> Any:
-    """Evaluate `mask` at traced positions `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`.
-
-    Returns:
-      booleans `[b, 1, block_q, block_kv]`.
-    """
+    """Evaluate `mask` at traced `i [1, 1, block_q, 1]`, `j [1, 1, 1, block_kv]` as `[b, 1, block_q, block_kv]`."""
     if isinstance(mask, And):
         return evaluate_mask(mask.left, i, j) & evaluate_mask(mask.right, i, j)
     if isinstance(mask, Or):

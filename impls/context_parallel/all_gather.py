@@ -69,14 +69,7 @@ def all_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _GatherPlan:
-    """Static part of a call of all-gather attention.
-
-    Attributes:
-      local: the kernel with its masks.
-      masks: for each device, the index of its queries' mask in `local.masks`.
-      keys: how keys are distributed.
-      axis_name: the mesh axis.
-    """
+    """Static part of all-gather attention; `masks` has each device's index of its queries' mask in `local.masks`."""
 
     local: LocalAttention
     masks: tuple[int, ...]

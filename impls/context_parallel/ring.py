@@ -72,22 +72,7 @@ def ring(
 
     Steps whose keys no query of the device may attend to compute nothing. Sinks are added once, after the last step.
 
-    Args:
-      q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
-      k: this device's keys `[B, keys.local, K, H]`, in the order of `keys.deal`.
-      v: this device's values `[B, keys.local, K, V]`.
-      kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
-        `logsumexp`.
-      mask: mask of the whole sequence.
-      queries: how queries are distributed.
-      keys: how keys are distributed.
-      axis_name: the mesh axis.
-      segment_ids: of this device's queries `[B, queries.local]` and keys `[B, keys.local]`.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, the same on every device.
-      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys in the order of
-        `keys.deal`, or 1.
-      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+    Arguments are those of `all_gather`, with keys, values and the columns of the bias in the order of `keys.deal`.
 
     Returns:
       f32 `out [B, queries.local, N, V]`, and the residuals.
@@ -103,14 +88,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of a call of ring attention.
-
-    Attributes:
-      local: the kernel with its masks.
-      table: `table[rank][source]` is the index, in `local.masks`, of the mask between the queries of device `rank` and
-        the keys of device `source`.
-      axis_name: the mesh axis.
-    """
+    """Static part of ring attention; `table[rank][source]` is the index in `local.masks` of their mask."""
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]

@@ -85,10 +85,7 @@ Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Ma
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Pass the mask object itself as the argument `mask`; this is the default lowering.
-
-    The mask is a traced operand if it, or a mask inside it, has fields that JAX traces. Otherwise it is static.
-    """
+    """Pass the mask as `mask`, the default lowering: traced if a field of it or of a mask inside is."""
     del batch, num_q_heads, q_length, kv_length
     if any(leaf.traced for leaf in iter_leaves(mask)):
         return {}, {"mask": mask}
@@ -268,7 +265,6 @@ def validate_operands(q: Any, k: Any, v: Any, *, dtypes: Collection[str] = FLOAT
     """Check the operands of the canonical call.
 
     Args:
-      q: queries.
       k: keys, in the dtype of a quantised cache if `operands` has `kv_scales`.
       v: values, in the same dtype as the keys.
       dtypes: names of the dtypes that floating-point operands may have.

@@ -22,19 +22,12 @@ KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Tile sizes and launch parameters of one Triton kernel.
+    """Tile sizes and launch parameters of one Triton kernel."""
 
-    Attributes:
-      block_q: queries per tile, a power of two of at least 16.
-      block_kv: keys per tile, a power of two of at least 16.
-      num_warps: warps per program, a power of two.
-      num_stages: tiles in flight in the software pipeline.
-    """
-
-    block_q: int
-    block_kv: int
-    num_warps: int = 4
-    num_stages: int = 2
+    block_q: int  # queries per tile, a power of two of at least 16
+    block_kv: int  # keys per tile, a power of two of at least 16
+    num_warps: int = 4  # warps per program, a power of two
+    num_stages: int = 2  # tiles in flight in the software pipeline
 
     def __post_init__(self) -> None:
         for name, block in (("block_q", self.block_q), ("block_kv", self.block_kv)):
@@ -67,30 +60,27 @@ class Ring:
     """Ring buffer of tiles in shared memory, for one Mosaic GPU kernel.
 
     A program of the kernel owns a block of queries or of keys. It streams tiles of the other axis through the ring.
-
-    Attributes:
-      block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
-        registers with 64 or 128 (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
-        and dv spills registers in masked blocks of 128 queries.
-      num_stages: tiles in flight, at least 2, or 1 with `early_copies` and without `ping_pong`.
-      num_v_stages: tiles of values in flight, at most `num_stages`; None for as many. Only with `early_copies`.
-      preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
-        measured: fewer instructions are not always faster, and a default kernel must be correct.
-      ping_pong: whether one computing warpgroup multiplies while the other computes exponentials. Forward kernel only.
-      persistent: whether there is one program per multiprocessor, which computes several tiles. Forward kernel only.
-      early_copies: whether keys and values are released separately, each as soon as it is read, so that their next
-        copies start earlier. Not for the kernel of dk and dv.
-      num_q_stages: tiles of queries in flight, 1 or 2. With 2, a persistent kernel fetches the queries of its next tile
-        during this one.
     """
 
+    # Queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills registers with
+    # 64 or 128 (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk and dv spills
+    # registers in masked blocks of 128 queries.
     block: int = 64
-    num_stages: int = 2
+    num_stages: int = 2  # tiles in flight, at least 2, or 1 with `early_copies` and without `ping_pong`
+    # Whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where measured: fewer
+    # instructions are not always faster, and a default kernel must be correct.
     preferred: bool = False
+    # Whether one computing warpgroup multiplies while the other computes exponentials. Forward kernel only.
     ping_pong: bool = False
+    # Whether there is one program per multiprocessor, which computes several tiles. Forward kernel only.
     persistent: bool = False
+    # Whether keys and values are released separately, each as soon as it is read, so that their next copies start
+    # earlier. Not for the kernel of dk and dv.
     early_copies: bool = False
+    # Tiles of values in flight, at most `num_stages`; None for as many. Only with `early_copies`.
     num_v_stages: int | None = None
+    # Tiles of queries in flight, 1 or 2. With 2, a persistent kernel fetches the queries of its next tile during this
+    # one.
     num_q_stages: int = 1
 
     def __post_init__(self) -> None:
@@ -152,23 +142,14 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-      device: text that JAX's device kind must contain; empty for any device.
-      max_depth: largest head depth, of keys or values, that the row is for.
-      max_itemsize: bytes of the largest operand dtype that the row is for.
-      sizes: block sizes of all kernels.
-      provenance: how the block sizes were found, for example measured, or counted in machine code.
-      full_mask: whether the row is only for calls in which every query attends to every key.
-    """
-
-    device: str
-    max_depth: int
-    max_itemsize: int
+    device: str  # text that JAX's device kind must contain; empty for any device
+    max_depth: int  # largest head depth, of keys or values, that the row is for
+    max_itemsize: int  # bytes of the largest operand dtype that the row is for
     sizes: BlockSizes
-    provenance: str
-    full_mask: bool = False
+    provenance: str  # how the block sizes were found, for example measured, or counted in machine code
+    full_mask: bool = False  # whether the row is only for calls in which every query attends to every key
 
 
 MEASURED_TABLE = Path(__file__).with_name("block_sizes.json")

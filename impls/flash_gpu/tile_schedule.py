@@ -120,10 +120,7 @@ class FlashGpuPlan:
 
     @functools.cached_property
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of the mask's leaves that are not formulas, by name (`name_leaf`).
-
-        Lengths are int32 `[B]`. Boolean masks `[b, n, T, S]` are int8, the dtype that tiles can load.
-        """
+        """Arrays of the mask's leaves by name (`name_leaf`): int32 lengths `[B]`, int8 masks `[b, n, T, S]`."""
         arrays: dict[str, np.ndarray] = {}
         for place, leaf in enumerate(iter_leaves(self.mask)):
             if isinstance(leaf, Lengths):
@@ -140,17 +137,14 @@ def name_leaf(place: int) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visits:
-    """Blocks that each program visits.
+    """Blocks that each program visits."""
 
-    Attributes:
-      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. "First" is a
-        block, or the start of the program's part of the list.
-      lists: for each kind that some program visits, the blocks of all programs one after another. None if the blocks of
-        every program are contiguous, as under most masks. Then the kernel counts up from the first block, and its loads
-        of the next tile do not wait for an index.
-    """
-
+    # `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. "First" is a block, or
+    # the start of the program's part of the list.
     table: np.ndarray
+    # For each kind that some program visits, the blocks of all programs one after another. None if the blocks of every
+    # program are contiguous, as under most masks. Then the kernel counts up from the first block, and its loads of the
+    # next tile do not wait for an index.
     lists: dict[BlockKind, np.ndarray | None]
 
 

@@ -44,28 +44,17 @@ class InvalidLibrary(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """A Python environment for one version of a library.
+    """A Python environment for one version of a library."""
 
-    Attributes:
-      python: the version of Python, as `3.12`.
-      requirements: what is installed, the library first, as pip takes it.
-      without_dependencies: what is installed afterwards, without its dependencies.
-      resolved: the day whose newest releases fill what the requirements leave open.
-    """
-
-    python: str
-    requirements: tuple[str, ...]
-    without_dependencies: tuple[str, ...]
-    resolved: datetime.date
+    python: str  # the version of Python, as `3.12`
+    requirements: tuple[str, ...]  # what is installed, the library first, as pip takes it
+    without_dependencies: tuple[str, ...]  # what is installed afterwards, without its dependencies
+    resolved: datetime.date  # the day whose newest releases fill what the requirements leave open
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A published library, as its file describes it; the module's docstring explains the keys.
-
-    Attributes:
-      functions: the attribute of `NAME.py` for each name of a function, without `library:`.
-    """
+    """A published library, as its file describes it (module docstring); `functions` are attributes of `NAME.py`."""
 
     name: str
     package: str
@@ -110,20 +99,12 @@ class Library:
 
 @functools.cache
 def load_libraries() -> Mapping[str, Library]:
-    """Load the descriptions of all libraries, by name.
-
-    Raises:
-      InvalidLibrary: if one of them is wrong.
-    """
+    """Load the descriptions of all libraries, by name. Raises `InvalidLibrary`."""
     return {path.stem: parse_library(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def parse_library(path: Path) -> Library:
-    """Parse the description of one library.
-
-    Raises:
-      InvalidLibrary: if a key is unknown, missing, or has a value of another type.
-    """
+    """Parse the description of one library. Raises `InvalidLibrary` for a wrong, missing or unknown key."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     for key in table:
         if key not in (*_REQUIRED, *_OPTIONAL):

@@ -22,12 +22,7 @@ from impls.jax_compat import Interpret
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
-    """Return the mask if it is a `Moba` mask that fits the lengths.
-
-    Raises:
-      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
-      ValueError: the mask does not fit the lengths.
-    """
+    """Return a `Moba` mask that fits. Raises `NotImplementedError` for others, `ValueError` if it does not fit."""
     if isinstance(mask, Moba):
         mask.check_lengths(q_length, kv_length)
         return mask
@@ -113,10 +108,7 @@ class MobaPlan:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows per block, a power of two.
-
-        It is about half of the average number of rows per bin, so that there are few padding rows.
-        """
+        """Rows per block, a power of two: about half of the rows per bin, so that few are padding."""
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
@@ -143,10 +135,7 @@ class MobaWork(NamedTuple):
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """Divide the rows into blocks by the chunks that they selected.
-
-    `chosen`, int32 `[L, R, slots]`, has the indices of these chunks in their lane, and `C` for an empty slot.
-    """
+    """Divide the rows into blocks by their chunks `chosen`, int32 `[L, R, slots]`, `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)
@@ -179,7 +168,6 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
     """Select the chunks of each query, int32 `[L, R, slots]`: its own chunk first, and `C` in empty slots.
 
     Args:
-      moba: the mask.
       q: queries of each key/value head, `[L, R, H]`.
       k: keys of each key/value head, `[L, C, chunk, H]`. The last chunk is zero-padded. Its mean is never used, since
         no query is in a later chunk.

@@ -249,11 +249,7 @@ def refuse_f16(q: Any) -> None:
 
 
 def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
-    """Validate the tables of a call.
-
-    Raises:
-      ValueError: a table has an invalid shape or dtype; the message names it.
-    """
+    """Validate the tables of a call. Raises `ValueError`, which names a table of invalid shape or dtype."""
     most = kv_lens.shape[0]
     if page_indices.ndim != 2 or page_indices.shape[0] != most or 0 in page_indices.shape:
         raise ValueError(f"page_indices must have shape ({most}, pages_per_seq), got {page_indices.shape}")

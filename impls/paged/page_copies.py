@@ -39,10 +39,7 @@ class VmemRoom(NamedTuple):
 
 
 class PageBlocks(NamedTuple):
-    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
-
-    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
-    """
+    """Page blocks that each query tile copies, int32 `[L]` for the most tiles; none past the last in use."""
 
     slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
     end: jax.Array  # one past the last index into this row that the tile needs
@@ -82,10 +79,7 @@ def find_chip_room() -> VmemRoom:
 
 
 def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
-    """Choose the default queries per tile: as many as fit VMEM, at most 128.
-
-    A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
-    """
+    """Choose the queries per tile, as many as fit VMEM, at most 128; a latent's row takes 9.3 KiB."""
     rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
     return max(1, min(total_q, 128, rows // heads))
 
@@ -103,10 +97,6 @@ def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
     the scales of one page are not contiguous. Pages of `[page_size, 128]` are contiguous. So scales are stored in that
     layout from the start, and a row is written with its token. Converting the layout in every call would touch all
     pages, also those that are not read.
-
-    Args:
-      k_scales: scales of the keys, f32.
-      v_scales: scales of the values, f32.
 
     Returns:
       f32 `[pages, page_size, W]` with W lanes, a multiple of 128: the first K lanes hold the scales of the keys, the

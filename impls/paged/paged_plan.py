@@ -18,28 +18,18 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedPlan:
-    """Static part of one call. Equal plans share one compiled function.
+    """Static part of one call. Equal plans share one compiled function."""
 
-    Attributes:
-      left: number of keys before its own position that a query sees; None for all of them.
-      scale: factor of `<q, k>`.
-      soft_cap: bound of the logits; None without a soft cap.
-      block_q: queries per tile, all of one sequence.
-      block_pages: number of pages that are read together.
-      value_dim: number of leading coordinates of a key that are its value; None if values have their own pages.
-      block_rows: for latents, queries times heads that are computed at a time on a TPU.
-      block_keys: number of keys that are read together on a GPU, even across the ends of pages; a power of two.
-      programs: number of GPU programs per key/value head, which share all keys; None for as many as fill the GPU.
-    """
-
-    left: int | None
+    left: int | None  # number of keys before its own position that a query sees; None for all of them
     scale: float
     soft_cap: float | None
-    block_q: int
-    block_pages: int
+    block_q: int  # queries per tile, all of one sequence
+    block_pages: int  # number of pages that are read together
+    # Number of leading coordinates of a key that are its value; None if values have their own pages.
     value_dim: int | None = None
-    block_rows: int = 0
-    block_keys: int = 0
+    block_rows: int = 0  # for latents, queries times heads that are computed at a time on a TPU
+    block_keys: int = 0  # number of keys that are read together on a GPU, even across the ends of pages; a power of two
+    # Number of GPU programs per key/value head, which share all keys; None for as many as fill the GPU.
     programs: int | None = None
 
 

@@ -73,30 +73,16 @@ _ALIGNMENT = 1024  # bytes; each buffer starts at a multiple
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """Static part of a launch. It also has what `impls.pallas_gpu.mosaic_tiles` needs to know of a call.
-
-    Attributes:
-      head_dim: depth of queries and keys.
-      v_head_dim: depth of values.
-      rows: rows of queries per tile that are copied in and out, a multiple of 8; the others are zeros.
-      columns: programs per share, one for each set of query heads that is computed together.
-      columns_per_head: columns of one key/value head.
-      page_size: rows of a page.
-      dtype: dtype of queries, in which tiles are multiplied.
-      stored_dtype: dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`.
-      scale: factor of `<q, k>`.
-      soft_cap: bound of the logits; None without a soft cap.
-      interpret: whether and how the kernel is interpreted.
-    """
+    """Static part of a launch. It also has what `impls.pallas_gpu.mosaic_tiles` needs to know of a call."""
 
     head_dim: int
     v_head_dim: int
-    rows: int
-    columns: int
-    columns_per_head: int
+    rows: int  # rows of queries per tile that are copied in and out, a multiple of 8; the others are zeros
+    columns: int  # programs per share, one for each set of query heads that is computed together
+    columns_per_head: int  # columns of one key/value head
     page_size: int
-    dtype: Any
-    stored_dtype: Any
+    dtype: Any  # dtype of queries, in which tiles are multiplied
+    stored_dtype: Any  # dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`
     scale: float
     soft_cap: float | None
     interpret: Interpret
@@ -132,10 +118,7 @@ def is_quantized(stored_dtype: Any) -> bool:
 
 
 def count_slots(head_dim: int, v_head_dim: int, stored_dtype: Any) -> tuple[int, int]:
-    """Count the slots of a program's ring, and the programs that fit a multiprocessor together.
-
-    There are two programs if each of them has two slots: while one begins or ends, the other one reads.
-    """
+    """Count the slots of a program's ring, and the programs per multiprocessor: two, if each has two slots."""
     pair = TILE_KEYS * (head_dim + v_head_dim)  # elements of a tile of k and one of v
     slot = pair * jnp.dtype(stored_dtype).itemsize
     # The queries, and the tiles that stored keys and values are converted to.
@@ -155,10 +138,6 @@ def find_decode_limit(
 
     Args:
       interpret: whether the kernel is interpreted; then it needs no Hopper GPU.
-      dtype: dtype of q.
-      head_dim: depth of queries and keys.
-      v_head_dim: depth of values.
-      page_size: rows of a page.
       rows: query tokens times query heads of a tile.
     """
     if not interpret and (reason := find_device_limit(get_device_kind("gpu")) or find_compiler_limit()) is not None:
@@ -192,20 +171,14 @@ class Shares(NamedTuple):
 
 
 class VisibleKeys(NamedTuple):
-    """Keys that the rows of each tile of queries see: `low <= j < high`. Int32.
-
-    All rows of a tile together see one run of keys. A row of padding sees the same keys as another row.
-    """
+    """Keys that the rows of each tile see, `low <= j < high`, int32: one run for all rows together."""
 
     low: Int32[Array, "L {ROWS}"]
     high: Int32[Array, "L {ROWS}"]
 
 
 class ShareParts(NamedTuple):
-    """Parts of attention over the keys of each share, in the order of shares, then columns.
-
-    The memory of an empty share is never written.
-    """
+    """Parts of attention over each share's keys, by share, then column; those of empty shares are never written."""
 
     out: Float32[Array, "W*columns rows V"]
     max: Float32[Array, "W*columns rows"]
@@ -225,13 +198,10 @@ def attend_to_shares(
     """Compute the part of each share.
 
     Args:
-      shape: static part of the launch.
       queries: queries of each tile and column; rows that are no query are zeros.
       k_pages: pages of keys. Quantised ones are multiplied as they are stored: scales are the caller's.
-      v_pages: pages of values.
       page_indices: pages of each sequence. Entries of pages without a key that any query sees may be any integers.
       sequence: sequence of each tile.
-      shares: the shares.
       visible: keys that the rows of each tile see.
     """
     inputs = {

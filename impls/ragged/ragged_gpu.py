@@ -85,11 +85,8 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int, num_splits: i
     """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
     Args:
-      plan: static part of the call.
-      operands: arrays of the call.
       block_kv: keys per tile, a power of two of at least 16; clipped to the cache.
       num_splits: programs that share a sequence; by default as many as fill the GPU.
-      interpret: run in Pallas's interpreter.
     """
     launch = _build_launch(plan, operands, block_kv, num_splits)
     batch, num_kv_heads = operands.q.shape[:2]

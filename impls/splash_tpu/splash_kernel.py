@@ -224,24 +224,6 @@ class Splash:
         residuals = {"logsumexp": logsumexp}
         return out, residuals if max_logits is None else residuals | {"max_logits": max_logits}
 
-    def manual_forward(self, operands: Operands) -> Outputs:
-        """Compute `out`, `logsumexp` and `max_logits` by the forward pass only, without a derivative rule."""
-        self._check(operands)
-        return run_forward(self.plan, self.lists, operands)
-
-    def manual_backward(
-        self,
-        operands: Operands,
-        out: Float[Array, "B N T V"],
-        logsumexp: Float32[Array, "B N T"],
-        do: Float[Array, "B N T V"],
-        dlse: Float32[Array, "B N T"] | None = None,
-    ) -> Operands:
-        """Compute the gradients of the operands from saved residuals and the cotangents of `out` and `logsumexp`."""
-        self._check(operands)
-        dlse = jnp.zeros_like(logsumexp) if dlse is None else dlse
-        return run_backward(self.plan, self.lists, operands, out, logsumexp, do, dlse)
-
     def sharding_spec(self, heads: str | None = None, queries: str | None = None) -> Splash:
         """Build a tree of `PartitionSpec`s for `shard_map`'s `in_specs`.
 

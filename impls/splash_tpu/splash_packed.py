@@ -55,8 +55,6 @@ def build_packed_steps(
     Args:
       low: int32 `[T]`, the first key that each query sees. It grows along the queries that see any key.
       high: int32 `[T]`, one past the last key that each query sees; it grows too. Both are 0 for a query without keys.
-      kv_length: S.
-      blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
       seen: upper bound of the keys that a query sees, if there is a static one.
     """
@@ -88,14 +86,7 @@ def build_packed_steps(
 def _classify_pairs(
     low: Int32[Array, " T"], high: Int32[Array, " T"], kv_length: int, blocks: Blocks
 ) -> tuple[Bool[Array, "q_blocks kv_blocks parts"], Bool[Array, "q_blocks kv_blocks"]]:
-    """Classify the pairs of blocks.
-
-    XLA fuses the comparisons of every query with every part of the keys, so they take no memory.
-
-    Returns:
-      booleans `[q blocks, kv blocks, parts]`: parts with an allowed pair of positions.
-      booleans `[q blocks, kv blocks]`: blocks in which every pair of positions is allowed.
-    """
+    """Return parts `[q blocks, kv blocks, parts]` with an allowed pair, and full blocks; XLA fuses the comparisons."""
     (q_part, kv_part), padded = blocks.parts, round_up(len(low), blocks.q)
     low, high = (jnp.pad(x, (0, padded - len(x))).reshape(-1, q_part, 1) for x in (low, high))
     start = jnp.arange(0, round_up(kv_length, blocks.kv), kv_part, dtype=jnp.int32)

@@ -136,8 +136,6 @@ def estimate_vmem(
 
     Args:
       phase: `"forward"`, `"dq"` or `"dkv"`.
-      blocks: block sizes of the phase.
-      depths: head depths of the operands.
       stored_mask: whether mask blocks are fetched.
       fused: whether the kernel of dk and dv also computes dq.
       ranged: whether each query has a range of keys, which takes one column more than segment ids.
@@ -159,18 +157,7 @@ def estimate_vmem(
 
 
 def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
-    """Return the estimated VMEM in bytes, or raise `ValueError` if the blocks do not fit.
-
-    Args:
-      phase: as for `estimate_vmem`.
-      blocks: as for `estimate_vmem`.
-      depths: as for `estimate_vmem`.
-      limit: how much the kernel may use.
-      kind: `stored_mask`, `fused` and `ranged`, as for `estimate_vmem`.
-
-    Raises:
-      ValueError: the estimate is over the limit; the message says which sizes would fit.
-    """
+    """Return the estimated VMEM in bytes. Raises `ValueError`, with sizes that fit, if it is over the limit."""
     need = estimate_vmem(phase, blocks, depths, **kind)
     if need <= limit.bytes:
         return need
@@ -194,43 +181,23 @@ Phase = Literal["forward", "dq", "dkv"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplashPlan:
-    """Static part of a kernel object; equal plans share compiled functions.
+    """Static part of a kernel object; equal plans share compiled functions."""
 
-    Attributes:
-      mask: the mask as a formula; None if mask blocks are stored.
-      num_q_heads: query heads, N.
-      num_kv_heads: key/value heads, K.
-      q_length: queries of one shard, T.
-      kv_length: S.
-      scale: factor of the logits; None for `1 / sqrt(H)`.
-      soft_cap: cap of the logits.
-      block_sizes: block sizes of each phase.
-      layouts: memory layouts of q, k and v.
-      precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
-      mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
-      save_max_logits: whether the forward pass computes `max_logits`.
-      checkpoint_name: name of the backward pass's residuals for `jax.checkpoint` policies.
-      vmem_limit_bytes: VMEM a kernel may use; None for the capacity of the chip.
-      interpret: as for `pallas_call`.
-      forward: kinds of steps that occur in the forward pass.
-      dq: kinds of steps that occur in the kernel of dq.
-      dkv: kinds of steps that occur in the kernel of dk and dv.
-    """
-
-    mask: Mask | None
+    mask: Mask | None  # the mask as a formula; None if mask blocks are stored
     num_q_heads: int
     num_kv_heads: int
-    q_length: int
-    kv_length: int
-    scale: float | None
+    q_length: int  # queries of one shard, T
+    kv_length: int  # S
+    scale: float | None  # factor of the logits; None for `1 / sqrt(H)`
     soft_cap: float | None
     block_sizes: BlockSizes
     layouts: Layouts
+    # How f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
     precision: Precision
-    mask_value: float
-    save_max_logits: bool
-    checkpoint_name: str | None
-    vmem_limit_bytes: int | None
+    mask_value: float  # `logsumexp` and `max_logits` of queries that may attend to nothing
+    save_max_logits: bool  # whether the forward pass computes `max_logits`
+    checkpoint_name: str | None  # name of the backward pass's residuals for `jax.checkpoint` policies
+    vmem_limit_bytes: int | None  # VMEM a kernel may use; None for the capacity of the chip
     interpret: Interpret
     forward: StepKinds
     dq: StepKinds
@@ -252,10 +219,7 @@ class SplashPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Arrays of one call, with heads before lengths.
-
-    The fields are not typed as arrays, since JAX also builds this pytree with placeholders.
-    """
+    """Arrays of one call, heads before lengths; not typed, since JAX also builds this pytree of placeholders."""
 
     q: Any  # [B, N, T, H]
     k: Any  # [B, K, S, H]
@@ -327,22 +291,12 @@ def build_call(phase: Phase, plan: SplashPlan, operands: Operands) -> KernelCall
 
 @dataclasses.dataclass(frozen=True)
 class StepKinds:
-    """Kinds of steps that occur in the lists. A kernel has code for no other kind.
+    """Kinds of steps that occur in the lists. A kernel has code for no other kind."""
 
-    Attributes:
-      full: whether there are pairs of blocks without a hidden position.
-      masked: whether there are partially hidden pairs of blocks.
-      empty: whether there are steps that compute nothing.
-      stored: whether masked blocks are stored.
-      parts: whether some parts of masked blocks are completely hidden.
-      dead: whether there may be keys that no query may attend to; their k and v may be NaN.
-      diagonals: diagonals that the kernel has specialised code for (`Band`).
-    """
-
-    full: bool
-    masked: bool
-    empty: bool
-    stored: bool
-    parts: bool
-    dead: bool
-    diagonals: tuple[int, ...] = ()
+    full: bool  # whether there are pairs of blocks without a hidden position
+    masked: bool  # whether there are partially hidden pairs of blocks
+    empty: bool  # whether there are steps that compute nothing
+    stored: bool  # whether masked blocks are stored
+    parts: bool  # whether some parts of masked blocks are completely hidden
+    dead: bool  # whether there may be keys that no query may attend to; their k and v may be NaN
+    diagonals: tuple[int, ...] = ()  # diagonals that the kernel has specialised code for (`Band`)

@@ -38,18 +38,12 @@ class Band(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """A run of keys that is computed at once for the queries of a part.
+    """A run of keys that is computed at once for the queries of a part."""
 
-    Attributes:
-      start: index of the first key in the block.
-      size: number of keys.
-      masked: whether the mask hides any of these keys from any query of the part.
-      diagonal: `j - i` of the run's first key and the part's first query; None if known at run time only.
-    """
-
-    start: int
+    start: int  # index of the first key in the block
     size: int
-    masked: bool
+    masked: bool  # whether the mask hides any of these keys from any query of the part
+    # `j - i` of the run's first key and the part's first query; None if known at run time only.
     diagonal: int | None = None
 
 
@@ -89,9 +83,7 @@ def find_diagonals(mask: Mask, lengths: tuple[int, int], blocks: Blocks, at: np.
     """List the diagonals of partially masked blocks that the kernel gets specialised code for.
 
     Args:
-      mask: any mask.
       lengths: `(T, S)`, with T of one shard.
-      blocks: block sizes.
       at: diagonal of each partially masked block: `j - i` of its first key and its first query.
 
     Returns:
@@ -152,9 +144,6 @@ def compute_allowed_in_band(band: Band, keys: KeySpan, queries: int, difference:
     """Compute which positions of a tile a band allows; None if all are known to be allowed.
 
     Args:
-      band: the band.
-      keys: keys of the tile.
-      queries: number of queries of the tile.
       difference: index of the key minus index of the query, within the tile.
       diagonal: `j - i` of the first key and the first query.
     """
@@ -189,25 +178,15 @@ Order = Literal["q", "kv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Steps:
-    """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list.
-
-    Attributes:
-      q: index of the block of queries.
-      kv: index of the block of keys.
-      head: query head in its group, for order `"kv"` with a mask per head; else None.
-      flags: `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on.
-      place: index of the step's block in `stored`; None if the mask is a formula.
-      stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`.
-      total: number of steps, if known at run time only (`impls.splash_tpu.splash_packed`).
-    """
+    """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list."""
 
     q: Any
     kv: Any
-    head: Any
-    flags: Any
-    place: Any
-    stored: Any
-    total: Any = None
+    head: Any  # query head in its group, for order `"kv"` with a mask per head; else None
+    flags: Any  # `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on
+    place: Any  # index of the step's block in `stored`; None if the mask is a formula
+    stored: Any  # mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`
+    total: Any = None  # number of steps, if known at run time only (`impls.splash_tpu.splash_packed`)
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,9 +196,7 @@ def build_static_steps(
     """Build the steps for a static mask, as NumPy arrays.
 
     Args:
-      mask: mask of the queries of all shards.
       shape: lengths `(T, S)`, over all shards.
-      blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
       group: query heads per key/value head; matters only for order `"kv"` with a mask per head.
       shards: number of equal shards of the queries, one list of steps each.
@@ -343,12 +320,7 @@ def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
 def _store_mask_blocks(
     mask: Mask, shape: tuple[int, int], blocks: Blocks, q: Any, kv: Any, head: Any, flags: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Store each distinct partial block once.
-
-    Returns:
-      index of each step's block, `[shards, b, n, L]`.
-      the blocks, int8 `[X, block_q, block_kv]`.
-    """
+    """Store each distinct partial block once, `[X, block_q, block_kv]`, with each step's index `[shards, b, n, L]`."""
     local, kv_length = shape
     known: dict[bytes, int] = {}
     found: list[np.ndarray] = []
@@ -401,10 +373,7 @@ def downcast(steps: Steps) -> Steps:
 def build_dynamic_steps(
     allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
 ) -> tuple[Steps, StepKinds]:
-    """Build the steps for a traced mask, booleans `[b, n, T, S]`.
-
-    Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.
-    """
+    """Build steps for traced booleans `[b, n, T, S]`: each pair has one, which does nothing if it is empty."""
     b, n, q_length, kv_length = allowed.shape
     padding = (
         (0, 0),

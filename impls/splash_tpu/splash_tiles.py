@@ -37,10 +37,7 @@ from impls.splash_tpu.splash_schedule import (
 
 
 class Step(NamedTuple):
-    """Scalars of the current step.
-
-    A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
-    """
+    """Scalars of the current step, Python bools where all steps agree, so that the kernel has no code to test them."""
 
     q: Any  # index of the block of queries; None if the kernel needs no positions
     kv: Any  # index of the block of keys; None if the kernel needs no positions
@@ -58,13 +55,7 @@ class Step(NamedTuple):
 
 
 def parse_flags(call: KernelCall, flags: Callable[[], jax.Array], length: int) -> dict[str, Any]:
-    """Parse the flags of a step into fields of `Step`. Flags that are the same in all steps are not read.
-
-    Args:
-      call: static description of the kernel.
-      flags: function that reads the flags of the step.
-      length: number of steps of a list.
-    """
+    """Parse the flags of a step into fields of `Step`. Flags that are the same in all steps are not read."""
     kinds = call.kinds
     mixed = kinds.full and kinds.masked
     has_part_bits = kinds.parts or len(kinds.diagonals) > 1
@@ -89,13 +80,7 @@ def when(*conditions: Any) -> Callable[[Callable[[], None]], None]:
 
 
 def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]], None]) -> None:
-    """Add a pair of blocks, skipping parts that the mask hides completely.
-
-    Args:
-      call: static description of the kernel.
-      step: the current step.
-      add: function that adds the given parts of the pair.
-    """
+    """Add a pair of blocks, skipping parts that the mask hides completely."""
     blocks, kinds = call.blocks, call.kinds
     if kinds.full:
         # The forward kernel interleaves several parts.
@@ -161,8 +146,6 @@ def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: Ke
     """Compute which positions of a tile may attend, `[q, kv]`, or `[kv, q]` for dk and dv; None if all may.
 
     Args:
-      call: static description of the kernel.
-      masking: inputs of the mask of the pair of blocks.
       rows: queries of the tile, within the block.
       keys: keys of the tile, and whether the mask hides any of them. Segment ids may always hide some.
     """

@@ -55,12 +55,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A level that may explain red rows.
-
-    Attributes:
-      rows: the rows that have the level, as a bit mask.
-      odds: the prior penalty of the level, in nats (`case_levels.Level.odds`).
-    """
+    """A level that may explain red rows: the rows that have it, as a bit mask, and its prior penalty."""
 
     rows: int
     odds: float = 0.0
@@ -68,16 +63,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """A combination of levels.
+    """A combination of levels."""
 
-    Attributes:
-      levels: the indices of the levels; an empty tuple means every row.
-      rows: the rows that have all the levels, as a bit mask.
-      others: the levels of other combinations with the same rows, which no row distinguishes from this one.
-    """
-
-    levels: tuple[int, ...]
-    rows: int
+    levels: tuple[int, ...]  # the indices of the levels; an empty tuple means every row
+    rows: int  # the rows that have all the levels, as a bit mask
+    # The levels of other combinations with the same rows, which no row distinguishes from this one.
     others: tuple[tuple[int, ...], ...] = ()
 
 
@@ -87,7 +77,6 @@ def locate(
     """Find few combinations of levels that together explain the red rows of all signals.
 
     Args:
-      levels: the levels that rows may have; combinations name them by index.
       signals: the signals by name; those in which a fault shows most plainly come first.
       found: combinations that were found before; the red rows that they explain need no other explanation.
     """
@@ -119,10 +108,7 @@ def explains(combination: Combination, signal: Signal) -> bool:
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """Find the name of the signal that a combination explains best.
-
-    It is the first signal whose gain is at least half the largest gain.
-    """
+    """Find the first signal whose gain by a combination is at least half the largest gain."""
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
     most = max(gains.values())  # negative if the combination explains no signal
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
@@ -173,7 +159,8 @@ def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Co
     best: tuple[float, float] | None = None
     by_rows: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
     winner = 0
-    for price, numbers, rows in _iter_combinations(levels, seen, cost, _join_red(red_signals)):
+    red = functools.reduce(lambda rows, signal: rows | signal.red, red_signals, 0)
+    for price, numbers, rows in _iter_combinations(levels, seen, cost, red):
         tied = by_rows.setdefault(rows, [])
         tied.append((price, numbers))
         if len(tied) > 1 and price >= min(other for other, _ in tied[:-1]):
@@ -189,10 +176,6 @@ def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Co
     everywhere = functools.reduce(lambda rows, level: rows | level.rows, levels, seen)
     rows = functools.reduce(lambda rows, number: rows & levels[number].rows, least[0], everywhere)
     return Combination(least[0], rows, tuple(least[1:]))
-
-
-def _join_red(signals: Sequence[Signal]) -> int:
-    return functools.reduce(lambda rows, signal: rows | signal.red, signals, 0)
 
 
 def _iter_combinations(
@@ -235,10 +218,7 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """Compute the log likelihood of one sequence of `red` red and `green` green rows.
-
-    The rate of red rows has a beta distribution with the parameters `a` and `b`.
-    """
+    """Compute the log likelihood of `red` red and `green` green rows; the rate of red is beta(`a`, `b`)."""
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 
 

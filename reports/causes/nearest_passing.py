@@ -27,18 +27,13 @@ A case that passes after any change is close to a limit, and its levels say noth
 
 @dataclasses.dataclass(frozen=True)
 class NearestPassing:
-    """The plainest case that fails with some levels, and the passing cases nearest to it.
+    """The plainest case that fails with some levels, and the passing cases nearest to it."""
 
-    Attributes:
-      smallest: the record of the failing case.
-      without: for each level, the id of a passing case without the level that is otherwise the same. An entry is empty
-        if there is no such case.
-      passes: the id of a passing case that has all the levels and is otherwise plain; empty if there is none.
-    """
-
-    smallest: Record
+    smallest: Record  # the record of the failing case
+    # For each level, the id of a passing case without the level that is otherwise the same. An entry is empty if there
+    # is no such case.
     without: tuple[str, ...] = ()
-    passes: str = ""
+    passes: str = ""  # the id of a passing case that has all the levels and is otherwise plain; empty if there is none
 
 
 def find_nearest_passing(
@@ -65,10 +60,7 @@ def find_nearest_passing(
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """Find a passing case without the level that differs from `case` only in the fields that decide the level.
-
-    Returns an empty string if there is none.
-    """
+    """Find a passing case that differs from `case` only in the level's fields; an empty string if there is none."""
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
     for other in right:
         if level not in find_levels(other) and _drop_fields(parse_fields(other) or {}, level.fields) == wanted:
@@ -81,10 +73,7 @@ def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 
 def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
-    """Find a passing case that has all the levels and is otherwise plain.
-
-    Returns an empty string if there is none.
-    """
+    """Find an otherwise plain passing case that has all the levels; an empty string if there is none."""
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
     found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]
     return min(found, key=rank_plainness, default="") if levels else ""
@@ -93,10 +82,6 @@ def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
 def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Level, ...], tuple[str, ...]]:
     """Find levels without any one of which a failing case passes, from cases that differ in one group of fields.
 
-    Args:
-      failing: the id of the failing case.
-      passing: the ids of passing cases.
-
     Returns:
       The levels, and for each the id of a passing case without it. Both are empty if no passing case differs from
       `failing` in one group of fields only, or if so many do that any change makes the case pass.
@@ -104,7 +89,8 @@ def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Leve
     fields = parse_fields(failing) or {}
     by_group: dict[tuple[str, ...], list[str]] = {}
     for case in passing:
-        differ = _list_differing_fields(fields, parse_fields(case) or {})
+        other = parse_fields(case) or {}
+        differ = {name for name in fields.keys() | other.keys() if fields.get(name) != other.get(name)}
         group = next((group for group in FIELD_GROUPS if differ and differ <= set(group)), None)
         if group is not None:
             by_group.setdefault(group, []).append(case)
@@ -116,7 +102,3 @@ def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Leve
             levels.append(min(named))
             without.append(min(cases, key=rank_plainness))
     return (tuple(levels), tuple(without)) if len(levels) <= _MAX_NEEDED else ((), ())
-
-
-def _list_differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}

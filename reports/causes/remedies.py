@@ -19,8 +19,6 @@ class MaskLeak:
     """Failures of an implementation because NaN or infinity behind the mask reaches a result.
 
     Attributes:
-      count: the number of failing records.
-      cases: the number of cases that these records judge.
       checks: the checks that fail, the most frequent first.
       tried: the number of these records that were judged again, and pass, under the declaration that memory behind the
         mask is finite.
@@ -39,19 +37,12 @@ class MaskLeak:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration under which failures pass, as far as they were judged again.
+    """A declaration under which failures pass, as far as they were judged again."""
 
-    Attributes:
-      declaration: the declaration, as an argument in a call of `declare`.
-      count: the number of failures that pass under the declaration.
-      tried: the number of failures that were judged again under any declaration.
-      checks: the checks of the failures that pass under the declaration, the most frequent first.
-    """
-
-    declaration: str
-    count: int
-    tried: int
-    checks: tuple[str, ...]
+    declaration: str  # the declaration, as an argument in a call of `declare`
+    count: int  # the number of failures that pass under the declaration
+    tried: int  # the number of failures that were judged again under any declaration
+    checks: tuple[str, ...]  # the checks of the failures that pass under the declaration, the most frequent first
 
 
 def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:

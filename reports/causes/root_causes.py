@@ -58,7 +58,6 @@ def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -
     """Find the causes of red records; each red record is in exactly one finding.
 
     Args:
-      records: the records of one run or of several.
       probes: records of additional cases that were judged to confirm findings. They are evidence, but no count of cases
         or failures includes them.
     """
@@ -78,13 +77,7 @@ def find_implementation_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """A combination of levels that explains failures.
-
-    Attributes:
-      kind: the kind of the failures, one of `KINDS`.
-      signal: the name of the signal that shows the cause most plainly.
-      combination: the levels, and the cases that have them.
-    """
+    """Levels that explain failures of a kind, and the name of the signal that shows the cause most plainly."""
 
     kind: str
     signal: str
@@ -197,10 +190,7 @@ class _Evidence:
         return found
 
     def _get_unexplained(self, name: str) -> Signal:
-        """Return a signal without the cases whose `out` is wrong, where other results fail or pass as a consequence.
-
-        Signals of errors and of wrong forward results are returned unchanged.
-        """
+        """Return a signal without the cases whose `out` is wrong; errors and wrong forward results stay unchanged."""
         signal = self._signals[name]
         if _classify_signal(name) in (RAISES, FORWARD):
             return signal
@@ -212,11 +202,7 @@ class _Evidence:
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:
-        """Find the root causes that explain the red cases of a signal.
-
-        Each of them explains some red cases that the others do not explain. If none does, the first that explains the
-        signal is returned.
-        """
+        """Find causes that each explain other red cases of a signal, or the first that explains the signal."""
         signal, kind = self._get_unexplained(name), _classify_signal(name)
         able = [
             root
@@ -411,10 +397,7 @@ class _Evidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Count the failing cases with the levels of a cause, the failing cases without, and the cases left out.
-
-        Cases that other causes explain are left out of both shares.
-        """
+        """Count the failing cases with a cause's levels, those without, and those left out as others explain them."""
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (
             _join_rows(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red
@@ -508,10 +491,7 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Join signals: those of kind `CHECK` by check, and all other signals into one.
-
-    A joined signal is red in a case if any of its signals is red there. It is green if one is green and none is red.
-    """
+    """Join signals by check, and those without into one: red if any is, green if one is and none is red."""
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
         groups.setdefault(_get_check(name) if _classify_signal(name) == CHECK else "", []).append(signal)
@@ -520,10 +500,7 @@ def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
 
 
 def _name_unexplained(record: Record) -> tuple[str, str]:
-    """Return the kind and the name by which unexplained records are grouped into findings.
-
-    Depending on the kind, the name is the line that raises, the check, the reason of a known failure, or empty.
-    """
+    """Return the kind and name that group unexplained records: a raising line, a check, a known reason, or empty."""
     kind = classify_record(record)
     by = {RAISES: _name_signal(record), CHECK: record.check, UNEXPECTED: record.reason}
     return kind, by.get(kind, "")

@@ -26,36 +26,24 @@ class KernelBound:
     """Lower bounds on a kernel's cycles on one GPU, and the registers and warps that it uses.
 
     All cycles are for 1,000 pairs of query and key.
-
-    Attributes:
-      least: lower bound for a block in which no pair is masked.
-      unit: the unit of the multiprocessor that needs the most cycles.
-      masked: lower bound for a block in which the mask is evaluated.
-      issue, masked_issue: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a masked
-        one.
-      registers: registers per thread.
-      spilled: bytes of spilled registers per thread.
-      spill_slots: instructions in the loop that load or store spilled registers.
-      occupancy: resident warps, as a fraction of the most that a multiprocessor can hold.
     """
 
-    least: float
-    unit: str
-    masked: float
+    least: float  # lower bound for a block in which no pair is masked
+    unit: str  # the unit of the multiprocessor that needs the most cycles
+    masked: float  # lower bound for a block in which the mask is evaluated
+    # `issue, masked_issue`: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a
+    # masked one.
     issue: float
     masked_issue: float
     registers: float
     spilled: float
-    spill_slots: float
-    occupancy: float
+    spill_slots: float  # instructions in the loop that load or store spilled registers
+    occupancy: float  # resident warps, as a fraction of the most that a multiprocessor can hold
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundRow:
-    """The bounds of one kernel, in the case where it takes the most cycles per pair of query and key.
-
-    `cells` has the bounds by GPU.
-    """
+    """A kernel's bounds by GPU, in the case where it takes the most cycles per pair of query and key."""
 
     implementation: JudgedImplementation
     case: str
@@ -66,10 +54,7 @@ class BoundRow:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTable:
-    """The table of bounds, with a row for each kernel and a column for each GPU.
-
-    `charts` compares the same programs between implementations.
-    """
+    """The table of bounds by kernel and GPU, and charts that compare programs between implementations."""
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]

@@ -19,40 +19,25 @@ class ScheduleFigures:
     """Numbers from the schedule of one kernel for one TPU generation.
 
     A number is None if the schedule has no such part, or if the number is not known.
-
-    Attributes:
-      full: cycles of the shortest block.
-      masked: cycles of the longest block, which is usually one whose mask is evaluated.
-      step: cycles of a step of the Pallas grid that computes no block.
-      share: fraction of the matrix units' slots that the shortest block uses.
-      spills: loads and stores of spilled registers in the shortest block.
-      loops: number of loops within a block; the cycles count the body of each loop once.
-      call: estimated cycles of the whole call.
-      floor: cycles in which HBM transfers the blocks that the call moves; `call` is at least `floor`.
-      steps: number of grid steps of the call.
-      blocks: number of blocks that the call computes.
-      masked_blocks: number of these blocks that are of the longest kind, as a rule those whose mask is evaluated.
     """
 
-    full: float
-    masked: float | None
-    step: float | None
-    share: float
-    spills: float
-    loops: float | None
-    call: float | None
-    floor: float | None
-    steps: float | None
-    blocks: float | None
+    full: float  # cycles of the shortest block
+    masked: float | None  # cycles of the longest block, which is usually one whose mask is evaluated
+    step: float | None  # cycles of a step of the Pallas grid that computes no block
+    share: float  # fraction of the matrix units' slots that the shortest block uses
+    spills: float  # loads and stores of spilled registers in the shortest block
+    loops: float | None  # number of loops within a block; the cycles count the body of each loop once
+    call: float | None  # estimated cycles of the whole call
+    floor: float | None  # cycles in which HBM transfers the blocks that the call moves; `call` is at least `floor`
+    steps: float | None  # number of grid steps of the call
+    blocks: float | None  # number of blocks that the call computes
+    # Number of these blocks that are of the longest kind, as a rule those whose mask is evaluated.
     masked_blocks: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """The numbers of one kernel, in the case where its blocks take the most cycles.
-
-    `cells` has the numbers by TPU generation.
-    """
+    """A kernel's numbers by TPU generation, in the case where its blocks take the most cycles."""
 
     implementation: JudgedImplementation
     case: str

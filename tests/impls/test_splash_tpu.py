@@ -33,7 +33,6 @@ from impls.splash_tpu import (
     make_splash_dynamic,
     splash_tiles,
 )
-from impls.splash_tpu.splash_plan import Operands
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, build_static_steps
 from tests.comparison_asserts import assert_attention
 
@@ -278,17 +277,6 @@ def test_the_kernel_object_is_a_pytree_that_jit_takes() -> None:
     q, k, v = operands(2, 2, 256)
     out = jax.jit(lambda kernel, *x: kernel(*x))(kernel, q, k, v)
     np.testing.assert_array_equal(out, jax.jit(kernel)(q, k, v))
-
-
-def test_forward_and_backward_can_be_called_by_themselves() -> None:
-    kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
-    problem, cotangent = problem_of(Causal(), 2, 2, 256)
-    do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
-    found = kernel.manual_forward(Operands(q, k, v, None, None, None))
-    gradients = kernel.manual_backward(Operands(q, k, v, None, None, None), found.out, found.logsumexp, do)
-    assert_right(problem, cotangent, found.out, (gradients.q, gradients.k, gradients.v))
-    out, pull = jax.vjp(kernel, q, k, v)
-    assert_right(problem, cotangent, out, pull(do))
 
 
 def test_the_mask_value_stands_for_queries_that_attend_to_nothing() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from conformance.checks import CHECKS
 from conformance.judging.run_aggregation import aggregate_runs
-from reports import site_links
+from reports import glossary
 from reports.glossary import OTHER_ROWS, TERMS, build_glossary, mark_terms
 from reports.matrix_rows import CHECK_KINDS
 from tests.reports.markup import parse_page
@@ -48,15 +48,15 @@ def test_each_word_of_the_page_leads_to_its_meaning() -> None:
 
 
 def test_checks_and_terms_link_to_the_site_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_links, "find_site", lambda: "")
+    monkeypatch.setattr(glossary, "find_site", lambda: "")
     nowhere = build_glossary(MEANINGS, MEANINGS)
     assert not nowhere.checks["forward"].link
     assert not nowhere.terms["ratio"].link
-    monkeypatch.setattr(site_links, "find_site", lambda: "https://docs.example/")
-    glossary = build_glossary([*MEANINGS, "support"], MEANINGS)
-    assert glossary.checks["forward"].link == "https://docs.example/checks.html#forward"
-    assert not glossary.checks["support"].link
-    assert all(one.link.startswith("https://docs.example/") for one in glossary.terms.values())
+    monkeypatch.setattr(glossary, "find_site", lambda: "https://docs.example/")
+    built = build_glossary([*MEANINGS, "support"], MEANINGS)
+    assert built.checks["forward"].link == "https://docs.example/checks.html#forward"
+    assert not built.checks["support"].link
+    assert all(one.link.startswith("https://docs.example/") for one in built.terms.values())
 
 
 def test_the_address_of_the_site_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +69,13 @@ def test_the_address_of_the_site_is_that_of_the_package(monkeypatch: pytest.Monk
         for line in lines:
             stated.add_header("Project-URL", line)
         monkeypatch.setattr(importlib.metadata, "metadata", lambda _, stated=stated: stated)
-        site_links.find_site.cache_clear()
-        assert site_links.find_site() == site
-    site_links.find_site.cache_clear()
+        glossary.find_site.cache_clear()
+        assert glossary.find_site() == site
+    glossary.find_site.cache_clear()
 
 
 def test_links_to_the_site_lead_to_headings_of_its_pages() -> None:
-    places = [f"checks.html#{check.name}" for check in CHECKS] + list(site_links.TERM_PAGES.values())
+    places = [f"checks.html#{check.name}" for check in CHECKS] + list(glossary.TERM_PAGES.values())
     for place in places:
         page, _, anchor = place.partition("#")
         text = (DOCS / page).with_suffix(".md").read_text(encoding="utf-8")

@@ -43,18 +43,7 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
-
-    Args:
-      shown: the console to print to.
-      implementations: the implementations to compare.
-      cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
-      chosen: the GPUs to compile for, one table each.
-      on_step: function that is called with a description of each step, for the progress display.
-
-    Returns:
-      the number of kernels whose bounds are known.
-    """
+    """Print each GPU's cycle bounds, backward kernels for `train`, as rows are known; return how many are known."""
     known = 0
     for target in chosen:
         shown.print(f"{target.name}. {_EXPLANATION}\n", highlight=False, soft_wrap=True)
@@ -73,10 +62,7 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table row for each kernel of an implementation.
-
-    If no bound is known, yield one row with a single cell, which contains the reason.
-    """
+    """Yield the cells of a table row for each kernel, or one cell with the reason if no bound is known."""
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
         reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"

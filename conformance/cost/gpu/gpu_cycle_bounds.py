@@ -65,25 +65,19 @@ PAIRS_PER_FIGURE = 1000
 
 @dataclasses.dataclass(frozen=True)
 class LoopKind:
-    """A kind of loop over blocks of attention, recognised by its matrix products.
+    """A kind of loop over blocks of attention, recognised by its matrix products."""
 
-    Attributes:
-      name: name of the result that the loop computes: `forward`, `dq`, `dkv`, or `all` for all gradients.
-      of_pairs: number of products with one result for each pair of a query and a key: (products that sum over the head
-        dimension of keys, such as q k; products that sum over that of values, such as do v).
-      of_sums: number of products that sum over pairs and add to an accumulator of the loop: (products whose result has
-        the head dimension of keys, such as dx k; products whose result has that of values, such as p v).
-      operands: how many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
-      more: largest number of further exponentials, beside one for each pair, as a share of the number of pairs.
-      exponentials: whether the loop computes an exponential for each pair; otherwise it computes none.
-    """
-
-    name: str
+    name: str  # name of the result that the loop computes: `forward`, `dq`, `dkv`, or `all` for all gradients
+    # Number of products with one result for each pair of a query and a key: (products that sum over the head dimension
+    # of keys, such as q k; products that sum over that of values, such as do v).
     of_pairs: tuple[int, int]
+    # Number of products that sum over pairs and add to an accumulator of the loop: (products whose result has the head
+    # dimension of keys, such as dx k; products whose result has that of values, such as p v).
     of_sums: tuple[int, int]
+    # How many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
     operands: int
-    more: float
-    exponentials: bool = True
+    more: float  # largest number of further exponentials, beside one for each pair, as a share of the number of pairs
+    exponentials: bool = True  # whether the loop computes an exponential for each pair; otherwise it computes none
 
 
 # The comments name the products: those with one result for each pair, then those that add to sums.
@@ -101,20 +95,14 @@ _REPETITIONS = (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class LoopBound:
-    """The lower bound for one iteration of a loop, as a warp runs it.
+    """The lower bound for one iteration of a loop, as a warp runs it."""
 
-    Attributes:
-      kind: name of the loop's kind (`LoopKind.name`).
-      pairs: number of pairs of a query and a key in an iteration. Pairs that several warps compute are divided among
-        these warps.
-      cycles: by name of a unit, the cycles that it is busy for `PAIRS_PER_FIGURE` pairs.
-      counts: numbers of instructions of the iteration, as `count_instructions` names them.
-    """
-
-    kind: str
+    kind: str  # name of the loop's kind (`LoopKind.name`)
+    # Number of pairs of a query and a key in an iteration. Pairs that several warps compute are divided among these
+    # warps.
     pairs: float
-    cycles: Mapping[str, float]
-    counts: Mapping[str, float]
+    cycles: Mapping[str, float]  # by name of a unit, the cycles that it is busy for `PAIRS_PER_FIGURE` pairs
+    counts: Mapping[str, float]  # numbers of instructions of the iteration, as `count_instructions` names them
 
     @property
     def unit(self) -> str:
@@ -128,17 +116,7 @@ class LoopBound:
 
 
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
-    """Compute lower bounds for the shortest and the longest path through a loop.
-
-    Args:
-      loop: a loop of a kernel.
-      gpu: the GPU, which determines throughputs.
-      warps: number of warps of a block. A product of the whole block is divided among them.
-      depths: head dimensions of keys and of values (H, V).
-
-    Returns:
-      the bounds of the shortest and the longest path; None if the number of pairs in an iteration is not known.
-    """
+    """Bound the shortest and longest path through a block of `warps`, for depths (H, V); None without a pair count."""
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
 
@@ -146,15 +124,7 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
 def _bound_path(
     way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
 ) -> LoopBound | None:
-    """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
-
-    Args:
-      way: instructions of the path.
-      idle: instructions of a warp while another warp issues the products of the whole block.
-      gpu: the GPU, which determines throughputs.
-      warps: number of warps of a block.
-      depths: head dimensions of keys and of values (H, V).
-    """
+    """Bound a path, given a warp's instructions while another issues products; None if its pairs are unknown."""
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
     known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)
@@ -268,7 +238,6 @@ def compute_occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes:
     65,536 registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
 
     Args:
-      gpu: the GPU, which determines the shared memory.
       threads: number of threads of a block.
       registers: number of registers of a thread.
       shared_bytes: shared memory of a block, in bytes.
@@ -293,12 +262,6 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
     A kernel may have several loops of the same kind, for blocks with and without a mask. Each pair is computed in one
     of these loops. So the shortest path gives the bound for full blocks, and the longest path the bound for masked
     blocks. Loops of different kinds each compute all pairs, so their cycles are added.
-
-    Args:
-      loops: the loops of the kernel.
-      gpu: the GPU, which determines throughputs.
-      warps: number of warps of a block.
-      depths: head dimensions of keys and of values (H, V).
 
     Returns:
       cycles for `PAIRS_PER_FIGURE` pairs, and counts for one iteration; empty if the number of pairs of a loop is not

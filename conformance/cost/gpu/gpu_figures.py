@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
+from conformance.accelerators.compilation import iter_mosaic_kernels
 from conformance.accelerators.gpus import Gpu
-from conformance.accelerators.mosaic_kernels import iter_mosaic_kernels
 from conformance.cost.gpu import gpu_cycle_bounds, sass_loops
 
 # Make the compiler of Mosaic GPU kernels print each kernel's PTX, and the output of `ptxas --verbose`.
@@ -39,12 +39,7 @@ _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaTools:
-    """Paths of NVIDIA's assembler and disassembler.
-
-    Attributes:
-      ptxas: path of the assembler.
-      nvdisasm: path of the disassembler; None if it is not installed.
-    """
+    """Paths of NVIDIA's assembler and disassembler."""
 
     ptxas: Path
     nvdisasm: Path | None
@@ -64,8 +59,6 @@ def compute_gpu_figures(
       folder: the folder that XLA wrote PTX and launches to.
       said: lines that were printed while the program was compiled.
       shared: by name of a Mosaic GPU kernel of the program, its shared memory in bytes.
-      programs: NVIDIA's assembler and disassembler.
-      gpu: the GPU that the program was compiled for.
       depths: head dims of keys and of values, if the program is attention; else None.
 
     Returns:
@@ -89,10 +82,7 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Make kernel names unique: a second kernel of the same name becomes `<name>_2`.
-
-    Kernels with the same name and the same measurements are yielded once.
-    """
+    """Make kernel names unique: a second kernel of a name becomes `<name>_2`; equal measurements count once."""
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -127,10 +117,7 @@ def _iter_numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[in
 
 
 def _assemble(source: Path, programs: NvidiaTools, architecture: str) -> tuple[list[str], str]:
-    """Assemble a PTX file; return the assembler's output lines and the disassembly.
-
-    The disassembly is empty if there is no disassembler, if assembling failed, or if the PTX has no matrix products.
-    """
+    """Assemble a PTX file; return the assembler's lines and the disassembly, empty if there is none to measure."""
     binary = source.with_suffix(".cubin")
     command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
     heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
@@ -148,16 +135,7 @@ def _iter_kernel_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the name and measurements of each kernel whose loops contain matrix products.
-
-    Args:
-      text: a PTX file.
-      heard: output lines of `ptxas --verbose` for this file.
-      code: the disassembly of this file.
-      shared: shared memory in bytes, by kernel name.
-      gpu: the GPU that the program was compiled for.
-      depths: head dims of keys and of values, if the program is attention; else None.
-    """
+    """Yield kernels with matrix products and measurements, from PTX, `ptxas --verbose` and disassembly."""
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):
         plain = name.removesuffix("_kernel").removesuffix(_MOSAIC_SUFFIX) if _MOSAIC_SUFFIX in name else name

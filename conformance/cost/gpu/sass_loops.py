@@ -27,18 +27,11 @@ _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One SASS instruction of a warp.
+    """One SASS instruction of a warp."""
 
-    Attributes:
-      opcode: the opcode with its modifiers, such as `HMMA.16816.F32.BF16`.
-      operands: text of the operands.
-      predicate: the predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
-      labels: labels directly before the instruction.
-      product: the matrix product that the instruction computes on the tensor cores; None if it computes none.
-    """
-
-    opcode: str
+    opcode: str  # the opcode with its modifiers, such as `HMMA.16816.F32.BF16`
     operands: str = ""
+    # The predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
     predicate: str = ""
     labels: tuple[str, ...] = ()
     product: MatrixProduct | None = None
@@ -69,16 +62,13 @@ PathWork = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop that multiplies matrices, as the instructions that a warp runs in one iteration.
+    """An innermost loop that multiplies matrices, as the instructions that a warp runs in one iteration."""
 
-    Attributes:
-      shortest: the shortest path from start to end, among the paths with the most matrix products.
-      longest: the longest path from start to end, among the paths with the most matrix products.
-      idle: the shortest of all paths. A warp runs it while another warp issues the products of the whole block.
-    """
-
+    # The shortest path from start to end, among the paths with the most matrix products.
     shortest: tuple[Instruction, ...]
+    # The longest path from start to end, among the paths with the most matrix products.
     longest: tuple[Instruction, ...]
+    # The shortest of all paths. A warp runs it while another warp issues the products of the whole block.
     idle: tuple[Instruction, ...]
 
 
@@ -191,23 +181,14 @@ def _find_natural_loops(follow: Sequence[Sequence[int]], order: Sequence[int]) -
 
 @dataclasses.dataclass(frozen=True)
 class _LoopPaths:
-    """The paths through a loop from its head back to it.
-
-    Attributes:
-      code: the instructions of the function.
-      blocks: the basic blocks of the function, as ranges of instructions.
-      follow: for each block, the indices of its successors.
-      order: indices of reachable blocks in reverse post-order.
-      head: index of the first block of the loop.
-      body: indices of the loop's blocks that a path may use.
-    """
+    """The paths through a loop from its head back to it."""
 
     code: Sequence[Instruction]
-    blocks: Sequence[range]
-    follow: Sequence[Sequence[int]]
-    order: Sequence[int]
+    blocks: Sequence[range]  # the basic blocks of the function, as ranges of instructions
+    follow: Sequence[Sequence[int]]  # for each block, the indices of its successors
+    order: Sequence[int]  # indices of reachable blocks in reverse post-order
     head: int
-    body: frozenset[int]
+    body: frozenset[int]  # indices of the loop's blocks that a path may use
 
     def avoid(self, wait: Iterable[int]) -> _LoopPaths:
         """Return the paths that avoid the blocks in `wait`, or all paths if avoiding them loses matrix products."""
@@ -216,17 +197,7 @@ class _LoopPaths:
         return other if left >= most else self
 
     def best(self, longer: int, multiplying: int) -> tuple[Instruction, ...]:
-        """Return the longest or shortest loop path, optionally among those with the most matrix products.
-
-        Back edges of inner loops are left out, so each inner loop counts once.
-
-        Args:
-          longer: 1 for the longest path, -1 for the shortest.
-          multiplying: 1 to consider only paths with the most matrix products, 0 to consider all paths.
-
-        Returns:
-          the instructions of the path; empty if there is no path.
-        """
+        """Return the longest (1) or shortest (-1) path, of most products if `multiplying`; inner loops count once."""
         place = {at: number for number, at in enumerate(self.order)}
         found: dict[int, tuple[PathWork, tuple[int, ...]]] = {self.head: (self._weigh(self.head, longer), (self.head,))}
         ends: list[tuple[PathWork, tuple[int, ...]]] = []

@@ -23,23 +23,13 @@ _WRITTEN = re.compile(r"(UR\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`.
-
-    Attributes:
-      m: number of rows of the result.
-      n: number of columns of the result.
-      k: number of terms of each sum.
-      bits: number of bits of an element of the operands.
-      warps: number of warps that share the product; 0 if all warps of the block share it.
-      first_in_shared_memory: whether the left operand is in shared memory.
-      second_in_shared_memory: whether the right operand is in shared memory.
-    """
+    """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`."""
 
     m: int
     n: int
     k: int
-    bits: int
-    warps: int
+    bits: int  # number of bits of an element of the operands
+    warps: int  # number of warps that share the product; 0 if all warps of the block share it
     first_in_shared_memory: bool = False
     second_in_shared_memory: bool = False
 
@@ -65,7 +55,6 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
 
     Args:
       opcode: the opcode with its modifiers.
-      operands: text of the operands.
       constants: by name of a uniform register, its value; only registers whose value is known.
     """
     if shape := _WARP.match(opcode):

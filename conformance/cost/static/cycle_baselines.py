@@ -28,18 +28,12 @@ _GPU_FIGURES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class CycleBaseline:
-    """A kernel call whose static cycles are recorded: an implementation on a case, with gradients if the case has them.
-
-    Attributes:
-      implementation: name of the implementation.
-      case: id of the case.
-      platform: `"tpu"` or `"gpu"`.
-      only: names of the chips that this baseline is recorded for; empty for all chips of the platform.
-    """
+    """A kernel call whose static cycles are recorded: an implementation on a case, with its gradients, if any."""
 
     implementation: str
     case: str
     platform: str = "tpu"
+    # Names of the chips that this baseline is recorded for; empty for all chips of the platform.
     only: tuple[str, ...] = ()
 
     def asks(self, target: str) -> bool:
@@ -93,10 +87,7 @@ Table = dict[str, dict[str, Figures]]
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """Return the versions that determine a kernel's machine code: of the compiler and of jaxlib, as text.
-
-    jaxlib counts because it lowers the kernel.
-    """
+    """Return the versions of the compiler and of jaxlib, which lowers kernels, as text."""
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
@@ -119,12 +110,7 @@ def select_estimates(figures: Mapping[str, float]) -> Figures:
 
 
 def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """List regressions as lines of text: numbers that rose by more than `MAX_SLOWDOWN`, and numbers that are missing.
-
-    Args:
-      recorded: recorded static cycles of one baseline, by name.
-      now: newly measured static cycles of the same baseline, by name.
-    """
+    """List regressions as text: numbers that rose by more than `MAX_SLOWDOWN`, and numbers that are missing."""
     gone = [f"{name} is no longer known, and was {recorded[name]:,.0f}" for name in recorded if name not in now]
     return gone + [
         f"{name} is {now[name]:,.6g}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.6g}"
@@ -134,11 +120,7 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """Read the recorded static cycles of all compilers; empty if the file does not exist.
-
-    Raises:
-      ValueError: if the file has another schema.
-    """
+    """Read the recorded static cycles; empty without a file. Raises `ValueError` for another schema."""
     if not path.exists():
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -149,13 +131,7 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Record static cycles for the installed compiler; entries of other keys and other compilers stay.
-
-    Args:
-      found: static cycles by `format_key`.
-      path: the file.
-      platform: `"tpu"` or `"gpu"`, which determines the compiler.
-    """
+    """Record static cycles by `format_key` for the platform's compiler; entries of other keys and compilers stay."""
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -36,15 +36,10 @@ _BY_GRADIENT = {operand.gradient: operand for operand in OPERANDS if operand.gra
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Result of comparing sampled queries with the oracle.
+    """Result of comparing sampled queries with the oracle."""
 
-    Attributes:
-      error: the largest error, as a multiple of the limit of the checks; may be NaN.
-      reason: description of the largest error if it is too large; otherwise empty.
-    """
-
-    error: float
-    reason: str = ""
+    error: float  # the largest error, as a multiple of the limit of the checks; may be NaN
+    reason: str = ""  # description of the largest error if it is too large; otherwise empty
 
     @property
     def agrees(self) -> bool:
@@ -53,20 +48,10 @@ class Agreement:
 
 
 class SampledRows:
-    """Some sampled queries of a problem, with the oracle's results for them.
-
-    The results are computed once for each declared arithmetic and handling of empty rows.
-    """
+    """Sampled queries of a problem, with the oracle's results, computed once for each declared arithmetic."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
-        """Choose the queries that are compared with the oracle.
-
-        Args:
-          case: the case; its seed chooses the queries.
-          problem: the operands of the case.
-          cotangent: cotangent of `out`, `[B, T, N, V]`.
-          tolerances: limits of the checks.
-        """
+        """Choose the queries that are compared with the oracle, by the case's seed; the cotangent is `[B, T, N, V]`."""
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
         self._allowed = compute_allowed(problem, self.rows)
@@ -82,15 +67,7 @@ class SampledRows:
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare `out`, and gradients if there are any, with the oracle.
-
-        Args:
-          implementation: the implementation that computed the results.
-          results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
-
-        Returns:
-          the comparison of the result with the largest error.
-        """
+        """Compare `out` and gradients for `self.cotangent(implementation)` with the oracle; return the worst."""
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
@@ -138,10 +115,7 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Return which sampled rows of `out` have a defined value, as booleans `[B, rows, N, 1]`.
-
-        A row whose query may attend to no key is undefined, unless the implementation declares its value.
-        """
+        """Return which sampled rows of `out` have a defined or declared value, as booleans `[B, rows, N, 1]`."""
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 

@@ -42,12 +42,7 @@ _PRODUCT_NAME = "the matrix product"  # key of the large matrix product among th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """Limits on how long to measure.
-
-    Attributes:
-      rounds: largest number of rounds of each comparison; every implementation is timed once in a round.
-      seconds: largest number of seconds of timing, over all comparisons.
-    """
+    """The largest number of rounds of each comparison, and of seconds of timing over all comparisons."""
 
     rounds: int = 30
     seconds: float = math.inf
@@ -55,14 +50,7 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with the data that all timed implementations share.
-
-    Attributes:
-      case: the case.
-      problem: operands of the case.
-      cotangent: cotangent of `out` for timed calls, `[B, T, N, V]`.
-      sample: the sampled queries whose results are compared with the oracle.
-    """
+    """A case with a cotangent `[B, T, N, V]` for timed calls, and sampled queries to compare with the oracle."""
 
     case: Case
     problem: Problem
@@ -83,14 +71,7 @@ class DrawnCase:
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation that is compiled and ready to be timed.
-
-    Attributes:
-      implementation: the implementation.
-      program: the compiled program of the implementation.
-      finding: result of comparing the program's results with the oracle.
-      memory: memory of the program in bytes, by the names that `Measurement.memory` uses.
-    """
+    """An implementation ready to be timed, with its memory in bytes, as `Measurement.memory` has it."""
 
     implementation: Implementation
     program: TimedProgram
@@ -100,12 +81,7 @@ class Entrant:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonResult:
-    """Result of timing implementations side by side.
-
-    Attributes:
-      measurements: one measurement for each implementation, case and phase.
-      interrupted: whether Ctrl-C ended the timing.
-    """
+    """Result of timing implementations side by side."""
 
     measurements: list[Measurement]
     interrupted: bool
@@ -127,7 +103,6 @@ def compare_all(
       comparisons: pairs of a case and a phase. Each pair is one comparison of all implementations.
       limits: limits on how long to measure. Seconds that a comparison does not use go to later comparisons.
       tolerances: limits of the checks; errors are reported as multiples of them.
-      on_step: function that is called with a description of each step, for the progress display.
       on_compared: function that is called with the measurements of each comparison.
     """
     found: list[Measurement] = []
@@ -192,10 +167,7 @@ def time_entrants(
     *,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Measurement], bool]:
-    """Time entrants and a large matrix product alternately; also return whether Ctrl-C ended the timing.
-
-    The rate of the matrix product is the ceiling that the entrants' rates are compared with.
-    """
+    """Time entrants and a large matrix product, their rates' ceiling, in turn; also return whether Ctrl-C ended it."""
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = CeilingProduct(drawn.case.dtype)
     if functions:
@@ -244,8 +216,6 @@ def prepare_entrant(
     """Compile an implementation, run it once, and check its results.
 
     Args:
-      implementation: the implementation to time.
-      drawn: the case and its operands.
       phase: one of `PHASES` in `reports.records.measurement`.
       compiled: function that returns the program if it was compiled before, or raises the exception that compiling it
         raised. If None, the program is compiled here.
@@ -295,10 +265,7 @@ def _build_measurements(
     """Yield one measurement for each entrant; the baseline is the first timed entrant that agrees with the oracle.
 
     Args:
-      entrants: the entrants by name of the implementation.
       sampled: seconds of each entrant, and exceptions of those that raised.
-      drawn: the case.
-      phase: the phase that was timed.
       ceiling: rate of the large matrix product in floating-point operations per second; None if it was not timed.
     """
     for name, error in sampled.failures.items():

@@ -30,17 +30,11 @@ RunCalls = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Result of timing functions alternately.
+    """Result of timing functions alternately."""
 
-    Attributes:
-      seconds: by name of a function, its mean seconds per call in each round; only functions that ran in every round.
-      calls: by name of a function, the number of calls in each of its samples.
-      failures: by name of a function that raised, its exception.
-      interrupted: whether Ctrl-C ended the timing.
-    """
-
+    # By name of a function, its mean seconds per call in each round; only functions that ran in every round.
     seconds: Mapping[str, tuple[float, ...]]
-    calls: Mapping[str, int]
+    calls: Mapping[str, int]  # by name of a function, the number of calls in each of its samples
     failures: Mapping[str, Exception]
     interrupted: bool
 
@@ -64,8 +58,6 @@ def interleave(
       least: least duration of a sample in seconds. Dispatch or the resolution of the clock would dominate a shorter
         sample. So a sample consists of as many successive calls as this duration takes.
       warm_up: number of seconds after which no further round of warming up starts.
-      clock: function that returns the time in seconds, from any origin.
-      on_round: function that is called with the number of finished rounds.
     """
     running = dict(functions)
     failures: dict[str, Exception] = {}
@@ -114,8 +106,5 @@ def count_calls(least: float, fastest: float) -> int:
 
 
 def compare_pairs(baseline: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Compute the quartiles over rounds of `baseline / other`, where each argument has the seconds of every round.
-
-    A ratio of 2 means that the other function is twice as fast as the baseline.
-    """
+    """Compute the quartiles over rounds of `baseline / other` in seconds; 2 means twice as fast as the baseline."""
     return Quartiles.of([a / b for a, b in zip(baseline, other, strict=True)])

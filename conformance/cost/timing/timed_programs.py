@@ -23,20 +23,14 @@ from reports.records.measurement import FORWARD
 
 @dataclasses.dataclass(frozen=True)
 class TimedProgram:
-    """A compiled program with its operands on the device.
+    """A compiled program with its operands on the device."""
 
-    Attributes:
-      call: function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
-        results by name, on the device.
-      cotangent: cotangent of `out` for timed calls, on the device.
-      compile_seconds: seconds of tracing, lowering and compiling.
-      memory: `temporary` and `peak` memory in bytes; empty if the compiler does not report them.
-    """
-
+    # Function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
+    # results by name, on the device.
     call: Callable[[Any], Mapping[str, Any]]
-    cotangent: Any
+    cotangent: Any  # cotangent of `out` for timed calls, on the device
     compile_seconds: float
-    memory: Mapping[str, float]
+    memory: Mapping[str, float]  # `temporary` and `peak` memory in bytes; empty if the compiler does not report them
 
     def run(self, calls: int) -> None:
         """Make `calls` successive calls, and return when the device has finished the last call."""
@@ -53,17 +47,7 @@ class TimedProgram:
 def compile_program(
     implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
 ) -> TimedProgram:
-    """Compile one call of an implementation for the default device, with gradients if the phase includes them.
-
-    Args:
-      implementation: the implementation to call.
-      problem: the operands of the call.
-      cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
-      phase: one of `PHASES` in `reports.records.measurement`.
-
-    Raises:
-      Exception: whatever tracing, lowering or compiling raises.
-    """
+    """Compile a call, with gradients for `phase` and a cotangent `[B, T, N, V]`; raises whatever compiling raises."""
     plain, arrays = Executor(implementation).bind(problem)
     arrays = jax.device_put(dict(arrays))
     on_device = jax.device_put(cotangent)
@@ -102,9 +86,6 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 def measure_device_peak(work: Callable[[], None]) -> float | None:
     """Measure the peak memory of some work, as the allocator's high-water mark minus the bytes in use before the work.
-
-    Args:
-      work: function that does the work.
 
     Returns:
       the bytes; None if the device does not report them. Also None if the work does not raise the high-water mark,

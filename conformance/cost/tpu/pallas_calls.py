@@ -33,19 +33,13 @@ class UnknownValue(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PallasCall:
-    """One call of a Pallas kernel.
-
-    Attributes:
-      name: name of the kernel.
-      grid: number of steps along each axis of the grid; empty if it is not known.
-      lists: by index of a scalar operand, its values; only operands whose values are known.
-      hbm_bytes: bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another
-        block than the step before. None if the number is not known.
-    """
+    """One call of a Pallas kernel."""
 
     name: str
-    grid: tuple[int, ...]
-    lists: Mapping[int, np.ndarray]
+    grid: tuple[int, ...]  # number of steps along each axis of the grid; empty if it is not known
+    lists: Mapping[int, np.ndarray]  # by index of a scalar operand, its values; only operands whose values are known
+    # Bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another block than
+    # the step before. None if the number is not known.
     hbm_bytes: int | None
 
 
@@ -67,11 +61,7 @@ class _LazyValue:
 
     @functools.cached_property
     def value(self) -> Any:
-        """The equation's result.
-
-        Raises:
-          UnknownValue: if the result depends on operands, is too large, or cannot be computed on the host.
-        """
+        """The equation's result. Raises `UnknownValue` if it depends on operands, or cannot be computed on the host."""
         if any(math.prod(v.aval.shape) > _MAX_ELEMENTS for v in self.equation.outvars):
             raise UnknownValue
         given = [_get_value(v, self.env) for v in self.equation.invars]
@@ -90,11 +80,7 @@ class _KnownValue:
 
 
 def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
-    """Return the value of a jaxpr variable or literal; `env` maps known variables to their values.
-
-    Raises:
-      UnknownValue: if the value is not known.
-    """
+    """Return the value of a jaxpr variable, looked up in `env`, or literal; raise `UnknownValue` if not known."""
     if isinstance(v, core.Literal):
         return v.val
     if v not in env:
@@ -108,7 +94,6 @@ def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[
     The search enters inner jaxprs: called functions with their known arguments, and the bodies of loops without them.
 
     Args:
-      jaxpr: the program to search.
       env: known values by variable; values that the program computes are added.
     """
     for equation in jaxpr.eqns:
@@ -174,8 +159,6 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
     Pallas moves a block in each step that uses another block of the array than the step before.
 
     Args:
-      mapping: Pallas's grid mapping.
-      grid: number of steps along each axis of the grid.
       lists: the scalar operands, on which the index of a block may depend.
     """
     steps = math.prod(grid)
@@ -196,21 +179,13 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAccess:
-    """The way in which the steps of a grid access the blocks of one array; the cache key of `_count_crossings`.
+    """The way in which the steps of a grid access the blocks of one array; the cache key of `_count_crossings`."""
 
-    Attributes:
-      told: text of the index map and of the block's shape; part of the cache key.
-      grid: number of steps along each axis of the grid; part of the cache key.
-      steered: bytes of the scalar operands; part of the cache key.
-      block: Pallas's block mapping.
-      lists: the scalar operands.
-    """
-
-    told: str
-    grid: tuple[int, ...]
-    steered: tuple[bytes, ...]
-    block: Any = dataclasses.field(compare=False)
-    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)
+    told: str  # text of the index map and of the block's shape; part of the cache key
+    grid: tuple[int, ...]  # number of steps along each axis of the grid; part of the cache key
+    steered: tuple[bytes, ...]  # bytes of the scalar operands; part of the cache key
+    block: Any = dataclasses.field(compare=False)  # Pallas's block mapping
+    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)  # the scalar operands
 
 
 @functools.lru_cache(maxsize=512)
@@ -238,7 +213,6 @@ def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
     """Compute the words of an array in the order in which they lie in scalar memory.
 
     Args:
-      values: the array.
       layout: layout of the array in the memory that it is copied from, in HLO text: `1,0:T(8,128)(4,1)S(1)`.
 
     Returns:

@@ -30,12 +30,7 @@ class UnknownPath(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRun:
-    """Result of simulating a schedule.
-
-    Attributes:
-      cycles: number of bundles that ran, each of which takes one cycle.
-      entries: by index of a bundle, how often a basic block (the bundles up to a branch) began with it.
-    """
+    """The bundles, of one cycle each, that ran in a simulation, and how often a basic block began with each."""
 
     cycles: int
     entries: Mapping[int, int]
@@ -43,21 +38,15 @@ class ScheduleRun:
 
 @dataclasses.dataclass(frozen=True)
 class ScalarInstruction:
-    """A scalar instruction of a TPU schedule.
+    """A scalar instruction of a TPU schedule."""
 
-    Attributes:
-      result: name of the instruction's result; empty if it has none.
-      code: the opcode.
-      given: texts of the operands: names, numbers, and addresses in memory.
-      condition: name of the predicate under which the instruction acts, with `!` in front if the predicate must be
-        false; empty if the instruction always acts.
-      otherwise: name of the value that the result takes if the condition does not hold; empty if there is none.
-    """
-
-    result: str
+    result: str  # name of the instruction's result; empty if it has none
     code: str
-    given: tuple[str, ...]
+    given: tuple[str, ...]  # texts of the operands: names, numbers, and addresses in memory
+    # Name of the predicate under which the instruction acts, with `!` in front if the predicate must be false; empty if
+    # the instruction always acts.
     condition: str = ""
+    # Name of the value that the result takes if the condition does not hold; empty if there is none.
     otherwise: str = ""
 
 
@@ -105,7 +94,6 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
     """Simulate a schedule from its first bundle to its last, and count the bundles that run.
 
     Args:
-      bundles: text of each bundle.
       lists: by index of a known scalar operand, its words in the order in which they lie in scalar memory.
       delay: number of delay slots: bundles after a branch that run whether or not the branch is taken.
       core: index of the simulated core among the cores that share the call.
@@ -130,10 +118,7 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
 
 
 def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
-    """Select for each bundle the instructions that branches depend on, directly or through other instructions.
-
-    Phi instructions are sorted to the front of their bundle, since they merge values before the bundle runs.
-    """
+    """Select for each bundle the instructions that branches depend on, phi instructions first."""
     every = [one for bundle in bundles for one in bundle]
     by_result = {one.result: one for one in every if one.result}
     stores = [one for one in every if one.code == _STORE]
@@ -153,11 +138,7 @@ def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[
 
 
 def _cannot_alias(stored: str, loaded: str) -> bool:
-    """Check whether a load certainly does not read the address of a store.
-
-    Addresses with different symbols are disjoint. A spilled value is loaded only by its symbol, so an address without a
-    symbol does not read it.
-    """
+    """Check whether a load surely does not read a stored address: its symbol differs, or it has none."""
     stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
     if stores and loads:
         return stores != loads
@@ -166,14 +147,7 @@ def _cannot_alias(stored: str, loaded: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A basic block: the bundles up to a branch and its delay slots.
-
-    Attributes:
-      length: number of bundles in the block.
-      work: for each instruction, a function that performs it.
-      target: index of the bundle that the branch jumps to.
-      taken: function that returns whether the branch is taken.
-    """
+    """A basic block: the bundles up to a branch and its delay slots."""
 
     length: int
     work: tuple[Callable[[], None], ...]
@@ -183,10 +157,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandAddress:
-    """The address of an operand outside scalar memory, represented by the operand's index.
-
-    Before a copy, instructions convert the address. The result still points to the same operand.
-    """
+    """The address of an operand outside scalar memory, represented by the operand's index through conversions."""
 
     operand: int
 
@@ -274,10 +245,7 @@ class _ScalarMachine:
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Translate a condition into a function that returns whether it holds.
-
-        The function raises `UnknownPath` if the predicate is unknown.
-        """
+        """Translate a condition into a function that returns whether it holds, or raises `UnknownPath`."""
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:
@@ -396,21 +364,13 @@ class _ScalarMachine:
         self.values[name] = value
 
     def store(self, at: int | None, words: Sequence[Any]) -> None:
-        """Store words in scalar memory from address `at` on.
-
-        Raises:
-          UnknownPath: if the address is unknown.
-        """
+        """Store words in scalar memory from address `at` on. Raises `UnknownPath` if the address is unknown."""
         if at is None:
             raise UnknownPath("a value is stored at an unknown address")
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
     def copy(self, source: Any, granules: Any, to: Any) -> None:
-        """Copy an operand to address `to` of scalar memory; if the operand is not known, the memory becomes unknown.
-
-        Raises:
-          UnknownPath: if the address or the size is unknown.
-        """
+        """Copy an operand, if known, to address `to` of scalar memory. Raises `UnknownPath` if that is unknown."""
         if to is None or granules is None:
             raise UnknownPath("an operand is copied to an unknown address")
         known = isinstance(source, _OperandAddress) and source.operand in self.lists

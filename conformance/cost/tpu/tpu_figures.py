@@ -26,10 +26,7 @@ def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str,
     """Estimate the cycles of each kernel whose schedule is in the folder.
 
     Args:
-      folder: the folder that the compiler wrote schedules to.
-      calls: calls of Pallas kernels in the traced program.
       program: HLO text of the compiled program.
-      tpu: the TPU that the program was compiled for.
 
     Returns:
       numbers named `<kernel>.<figure>`. Every kernel has the cycles of its parts
@@ -58,10 +55,7 @@ def compute_call_figures(
     """Estimate the cycles of one kernel call; empty if the kernel's path depends on values that are not known.
 
     Args:
-      schedule: the kernel's schedule.
-      call: the kernel call in the traced program.
       lists: by index of a known scalar operand, its words in the order in which they lie in scalar memory.
-      tpu: the TPU that the kernel was compiled for.
 
     Returns:
       numbers by name. `call_cycles`: estimated cycles of the call, on the core that takes longest. `hbm_floor_cycles`:
@@ -93,16 +87,7 @@ def compute_call_figures(
 
 
 def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
-    """Compute the words of a call's scalar operands in the order in which they lie in scalar memory.
-
-    Args:
-      kernel: name of the kernel in the compiled program.
-      lists: by index of a scalar operand, its values.
-      program: HLO text of the compiled program, which contains the layouts.
-
-    Returns:
-      by index of an operand, its words; operands whose layout is not known are left out.
-    """
+    """Compute scalar operands' words as they lie in memory, by the program's HLO text; unknown layouts are left out."""
     line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:
         return {}

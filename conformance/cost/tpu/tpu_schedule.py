@@ -30,19 +30,13 @@ _MATRIX, _SPILLS = "MXU", ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclasses.dataclass(frozen=True)
 class TpuSchedule:
-    """The schedule of one TPU kernel.
+    """The schedule of one TPU kernel."""
 
-    Attributes:
-      bundles: text of each bundle, in order.
-      jumps: by index of a bundle with a jump, the index of the bundle that it jumps to.
-      units: for each bundle, the number of slots that it uses of each unit, by name of the unit.
-      capacity: by name of a unit, the number of its slots in a bundle.
-    """
-
-    bundles: tuple[str, ...]
-    jumps: Mapping[int, int]
+    bundles: tuple[str, ...]  # text of each bundle, in order
+    jumps: Mapping[int, int]  # by index of a bundle with a jump, the index of the bundle that it jumps to
+    # For each bundle, the number of slots that it uses of each unit, by name of the unit.
     units: tuple[Mapping[str, int], ...]
-    capacity: Mapping[str, int]
+    capacity: Mapping[str, int]  # by name of a unit, the number of its slots in a bundle
 
     def used(self, unit: str, part: range) -> int:
         """Count the slots of a unit that the bundles in `part` use."""
@@ -50,15 +44,7 @@ class TpuSchedule:
 
 
 def parse_schedule(bundles: str, units: str) -> TpuSchedule:
-    """Parse a schedule from the texts of two files of the compiler.
-
-    Args:
-      bundles: text of the file with the bundles.
-      units: text of the file with the units that each bundle uses.
-
-    Raises:
-      ValueError: if a text has an unexpected form.
-    """
+    """Parse a schedule from the compiler's texts of bundles and of the units they use. Raises `ValueError`."""
     held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
@@ -83,11 +69,7 @@ def _iter_rows(units: str) -> Iterator[list[str]]:
 
 
 def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
-    """Read the schedules of kernels with matrix products from a folder.
-
-    Returns:
-      by name of a kernel, one schedule for each call of the kernel.
-    """
+    """Read from a folder, by name of each kernel with matrix products, one schedule for each of its calls."""
     found: dict[str, list[TpuSchedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _BUNDLES_FILE.fullmatch(path.name)) is None:
@@ -103,11 +85,7 @@ def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
 
 
 def _read_sibling(path: Path, program: str, kind: str) -> str:
-    """Read the file of another kind that the compiler wrote for the same program.
-
-    Raises:
-      ValueError: if there is no such file, or more than one.
-    """
+    """Read the file of another kind for the same program; raise `ValueError` unless there is exactly one."""
     (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
     return other.read_text()
 
@@ -149,13 +127,14 @@ def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
 
 
 def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
-    """Find the bundles of one step of the grid, and of each block in the step; without blocks, the step is the block.
-
-    A block is a conditional part of the step that contains matrix products and no smaller such part.
-    """
+    """Find a grid step's bundles and its blocks: the smallest conditional parts with matrix products, or all of it."""
     step = _find_grid_loop(schedule)
     multiplying = [part for part in _find_conditional_parts(schedule, step) if schedule.used(_MATRIX, part)]
-    return step, [part for part in multiplying if not any(_is_within(other, part) for other in multiplying)] or [step]
+    return step, [
+        part
+        for part in multiplying
+        if not any(part.start <= other.start and other.stop <= part.stop and other != part for other in multiplying)
+    ] or [step]
 
 
 def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
@@ -164,15 +143,7 @@ def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
 
 
 def _find_grid_loop(schedule: TpuSchedule) -> range:
-    """Find the loop over the grid, which is the longest loop that contains matrix products.
-
-    Without such a loop, return all bundles.
-    """
+    """Find the loop over the grid: the longest with matrix products, or all bundles if there is none."""
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)
-
-
-def _is_within(part: range, other: range) -> bool:
-    """Check whether a part lies inside another one."""
-    return part != other and other.start <= part.start and part.stop <= other.stop

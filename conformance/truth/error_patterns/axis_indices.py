@@ -25,13 +25,7 @@ _MAX_LISTED = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisIndices:
-    """A description of indices along an axis.
-
-    Attributes:
-      words: the description.
-      chosen: booleans along the axis, true for the described indices.
-      block: size of the blocks whose borders the indices follow; 0 if they follow none.
-    """
+    """A description of `chosen` indices, booleans along an axis, and of the block borders that they follow, or 0."""
 
     words: str
     chosen: np.ndarray
@@ -39,17 +33,7 @@ class AxisIndices:
 
 
 def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: int) -> AxisIndices | None:
-    """Find the plainest description of the wrong indices along one axis.
-
-    Args:
-      letter: the axis, in the letters of `NOUNS`.
-      wrong: booleans along the axis.
-      judged: booleans along the axis, true for judged indices.
-      group: number of query heads that share a key/value head.
-
-    Returns:
-      the description; None if every judged index is wrong, or no description fits.
-    """
+    """Find the plainest description of wrong indices along an axis of `NOUNS`; None if all are, or none fits."""
     if not wrong.any() or not (judged & ~wrong).any():
         return None
     for candidate in _iter_candidates(letter, wrong, group):
@@ -60,10 +44,7 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Yield descriptions of the wrong indices, the most specific first.
-
-    Only a run may include right indices. All other descriptions name exactly the wrong ones.
-    """
+    """Yield descriptions of the wrong indices, the most specific first; only a run may include right ones."""
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)
@@ -105,12 +86,9 @@ def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
 
 
 def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """Yield descriptions of wrong indices that repeat from block to block, if there are at least two blocks.
-
-    The largest block comes first, since a pattern of large blocks may fit smaller ones too.
-    """
+    """Yield descriptions that repeat from block to block, of at least two blocks, the largest blocks first."""
     places, noun = np.arange(len(wrong)), NOUNS[letter]
-    for block in _list_powers_of_two(len(wrong) // 2):
+    for block in [2**n for n in range((len(wrong) // 2).bit_length() - 1, 0, -1)]:
         inside = places % block
         found = np.unique(inside[wrong])
         if len(found) == 1 and np.array_equal(wrong, inside == found[0]):
@@ -154,8 +132,3 @@ def _find_block(place: int) -> int:
     """Return the largest block whose border an index may be: the largest power of two that divides it; 0 if small."""
     block = place & -place
     return block if block >= _MIN_BLOCK else 0
-
-
-def _list_powers_of_two(most: int) -> list[int]:
-    """List the powers of two from 2 to `most`, the largest first."""
-    return [2**n for n in range(most.bit_length() - 1, 0, -1)]

@@ -81,12 +81,7 @@ def _iter_relayouts(sample: Sample) -> Iterator[str]:
 
 
 def _describe_reordering(sample: Sample, letter: str) -> str:
-    """Describe the order in which right slices along an axis stand; empty if no other order explains the errors.
-
-    Args:
-      sample: the sampled elements of the wrong result.
-      letter: the letter of the axis.
-    """
+    """Describe the order in which right slices along an axis stand; empty if no other order explains the errors."""
     failure = sample.failure
     if letter not in failure.letters:
         return ""
@@ -114,14 +109,7 @@ def _describe_reordering(sample: Sample, letter: str) -> str:
 
 
 def _format_order(source: dict[int, int], length: int, noun: str, failure: Failure) -> str:
-    """Describe in which order slices stand along an axis.
-
-    Args:
-      source: for each slice, the index of the right slice that stands there.
-      length: number of slices along the axis.
-      noun: word for a slice.
-      failure: the wrong result.
-    """
+    """Describe the order of slices along an axis: for each, `source` has the right slice that stands there."""
     found = set(source.values())
     if len(found) == 1:
         return f"each {noun} what {noun} {found.pop()} must be"

@@ -28,28 +28,18 @@ DEPTH_LETTERS = "HV"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Failure:
-    """A wrong result beside the right one.
-
-    Attributes:
-      observable: name of the result, such as `out` or `dq`.
-      letters: the letters of the axes, such as `BTNV`.
-      got: what the implementation returned.
-      expected: the right values with their bounds.
-      judged: booleans of the same shape, true for judged elements.
-      limit: the largest ratio of error to bound that passes.
-      problem: operands and mask of the case.
-      is_core: whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
-      others: all right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
-    """
+    """A wrong result beside the right one."""
 
     observable: str
-    letters: str
+    letters: str  # the letters of the axes, such as `BTNV`
     got: np.ndarray
     expected: Bounded
-    judged: np.ndarray
+    judged: np.ndarray  # booleans of the same shape, true for judged elements
     limit: float
     problem: Problem
+    # Whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
     is_core: bool = False
+    # All right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
     others: Mapping[str, Bounded] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -69,10 +59,7 @@ class Failure:
 
     @functools.cached_property
     def informative(self) -> np.ndarray:
-        """Judged elements, except right ones that do not depend on the attention weights and so prove nothing.
-
-        Exceptions are exact zeros and infinities. Without sinks, they are also `out` and `dq` of rows that see one key.
-        """
+        """Judged elements, without exact zeros, infinities and rows of one key that are right without proof."""
         nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
         if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
             seen = self.problem.allowed.sum(axis=-1).swapaxes(1, 2)[..., None]
@@ -118,12 +105,8 @@ def build_failure(
     """Build the failure of a comparison; None if the meaning of the axes is not known.
 
     Args:
-      observable: name of the result, such as `out` or `dq`.
-      got: what the implementation returned.
-      expected: the right values with their bounds.
       judged: booleans broadcastable to the shape; all by default.
       limit: the largest ratio that passes.
-      problem: the problem of the case.
       core: right results of the whole, unchanged problem. If `expected` is not one of them, the result belongs to a
         changed problem, to which the mask does not apply.
     """

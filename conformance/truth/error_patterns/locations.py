@@ -34,47 +34,28 @@ Some hundred locations are tried, so one in a thousand random errors gets a loca
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Location:
-    """A location of wrong elements.
+    """A location of wrong elements."""
 
-    Attributes:
-      words: the description, which follows the word "only".
-      elements: booleans broadcastable to the elements, true inside the location.
-      blocks: sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
-    """
-
-    words: str
-    elements: np.ndarray
+    words: str  # the description, which follows the word "only"
+    elements: np.ndarray  # booleans broadcastable to the elements, true inside the location
+    # Sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
     blocks: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A location that holds all wrong units.
-
-    Attributes:
-      words: the description.
-      name: the relation to the mask, without heads and batch rows; empty if the location is given by indices.
-      units: booleans of the units, true inside the location.
-      filled: share of its judged units that are wrong.
-      rank: order of preference among locations with the same `filled`; the lowest rank is chosen.
-      blocks: sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
-    """
+    """A location that holds all wrong units."""
 
     words: str
-    name: str
-    units: np.ndarray
-    filled: float
-    rank: int
+    name: str  # the relation to the mask, without heads and batch rows; empty if the location is given by indices
+    units: np.ndarray  # booleans of the units, true inside the location
+    filled: float  # share of its judged units that are wrong
+    rank: int  # order of preference among locations with the same `filled`; the lowest rank is chosen
     blocks: tuple[int, int]
 
 
 def find_location(failure: Failure, special: np.ndarray | None = None) -> Location | None:
-    """Find the location of the wrong elements; None if no location is accepted.
-
-    Args:
-      failure: the wrong result.
-      special: booleans of elements that hold a special value, such as NaN. If given, their location is found instead.
-    """
+    """Find the location of the wrong elements, or of those in `special`, such as NaN; None if none is accepted."""
     wrong = failure.wrong if special is None else special
     if not wrong.any():
         return None

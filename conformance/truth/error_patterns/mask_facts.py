@@ -19,20 +19,14 @@ _MAX_PAIRS = 4_000_000  # most pairs of a mask for which blocks are examined: th
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskFact:
-    """Units (rows, keys or pairs) that have the same relation to the mask.
+    """Units (rows, keys or pairs) that have the same relation to the mask."""
 
-    Attributes:
-      words: the relation in words, such as "rows that see the last key".
-      units: booleans broadcastable to the units of the observable, true for units that have the relation.
-      is_cause: whether the relation may be the cause of an error. Then it is preferred to a description by indices
-        that fits as well.
-      block: size of the blocks of keys that the relation mentions; 0 if it mentions none.
-    """
-
-    words: str
-    units: np.ndarray
+    words: str  # the relation in words, such as "rows that see the last key"
+    units: np.ndarray  # booleans broadcastable to the units of the observable, true for units that have the relation
+    # Whether the relation may be the cause of an error. Then it is preferred to a description by indices that fits as
+    # well.
     is_cause: bool = True
-    block: int = 0
+    block: int = 0  # size of the blocks of keys that the relation mentions; 0 if it mentions none
 
 
 def iter_mask_facts(failure: Failure) -> Iterator[MaskFact]:

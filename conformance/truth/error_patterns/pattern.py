@@ -19,12 +19,7 @@ _MIN_ZEROS = 16  # one or two zeros may occur by chance in bf16 and f16
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The description of an error.
-
-    Attributes:
-      words: the description; empty if nothing fits.
-      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
-    """
+    """The description of an error, empty if nothing fits, and sizes of the blocks that it follows, or 0."""
 
     words: str = ""
     blocks: tuple[int, int] = (0, 0)
@@ -60,10 +55,7 @@ def _find_pattern(failure: Failure) -> Pattern:
 
 
 def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
-    """Check whether the right elements outside the location fit the description too; then the location is dropped.
-
-    Zeros, for instance, fit every factor.
-    """
+    """Check whether right elements outside the location fit too, as zeros fit every factor; then it is dropped."""
     elements = np.broadcast_to(inside, failure.got.shape) & failure.informative
     outside = np.flatnonzero(failure.informative & ~elements)
     within = np.flatnonzero(elements)
@@ -74,13 +66,7 @@ def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
 
 
 def _find_special_values(failure: Failure, elements: np.ndarray, what: str) -> Pattern | None:
-    """Describe the location of elements that hold a special value, such as NaN; None if they have no location.
-
-    Args:
-      failure: the wrong result.
-      elements: booleans, true for the special elements.
-      what: name of the special value.
-    """
+    """Describe the location of elements that hold a special value, such as NaN; None if they have no location."""
     if np.array_equal(elements, failure.judged):
         return Pattern(f"{what} everywhere")
     where = find_location(failure, elements)

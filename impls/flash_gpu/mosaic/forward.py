@@ -75,14 +75,10 @@ class TensorCoreTurns:
     warpgroup may see fewer blocks; it then visits the others as completely hidden blocks. The last turn that warpgroup
     1 gives is taken by no step: warpgroup 0 waits for it when the program ends. In return, warpgroup 1 gives a turn
     before the first step. So the scheme works for one tile and for several tiles with different numbers of steps.
-
-    Attributes:
-      mine: index of this warpgroup, 0 or 1.
-      barriers: one barrier for each warpgroup; None if the warpgroups do not take turns.
     """
 
-    mine: Any
-    barriers: Any | None
+    mine: Any  # index of this warpgroup, 0 or 1
+    barriers: Any | None  # one barrier for each warpgroup; None if the warpgroups do not take turns
 
     def begin(self) -> None:
         """Give the first turn to warpgroup 0, before the first step."""
@@ -235,10 +231,7 @@ def _copy_queries(place: ProgramTile) -> None:
 
 
 def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[bool], jax.Array]:
-    """Return a function that computes which positions of a tile of this warpgroup's queries may attend.
-
-    Its argument says whether keys come first in the result.
-    """
+    """Return a function, of whether keys come first, for the allowed positions of a tile of this warpgroup."""
     span = PairSpan(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
     scratch = place.scratch
 

@@ -58,33 +58,20 @@ _ALIGNMENT = 1024  # bytes; each buffer starts at a multiple, as swizzled tiles 
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """Sizes of a kernel's tiles.
+    """Sizes of a kernel's tiles."""
 
-    Attributes:
-      axis: `"q"` or `"kv"`, the axis of which a program owns rows.
-      owned: rows that a program owns, `OWNED_ROWS`, or `ROWS` if both computing warpgroups work on the same rows.
-      visited: rows of the other axis per tile.
-      slots: tiles of each operand in flight.
-      v_slots: tiles of values in flight.
-      head_dim: padded depth of q and k.
-      v_head_dim: padded depth of v.
-      ping_pong: whether the computing warpgroups multiply in turns (`impls.flash_gpu.mosaic.forward.TensorCoreTurns`).
-      persistent: whether there is one program per multiprocessor (`TileOrder`).
-      early_copies: whether keys and values are released separately.
-      q_slots: tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this
-        one if there are two.
-    """
-
-    axis: Axis
-    owned: int
-    visited: int
-    slots: int
-    v_slots: int
-    head_dim: int
-    v_head_dim: int
+    axis: Axis  # `"q"` or `"kv"`, the axis of which a program owns rows
+    owned: int  # rows that a program owns, `OWNED_ROWS`, or `ROWS` if both computing warpgroups work on the same rows
+    visited: int  # rows of the other axis per tile
+    slots: int  # tiles of each operand in flight
+    v_slots: int  # tiles of values in flight
+    head_dim: int  # padded depth of q and k
+    v_head_dim: int  # padded depth of v
     ping_pong: bool = False
     persistent: bool = False
     early_copies: bool = False
+    # Tiles of queries in flight for each computing warpgroup. The queries of the next tile arrive during this one if
+    # there are two.
     q_slots: int = 1
 
     @classmethod
@@ -138,19 +125,12 @@ class TileOrder:
     multiprocessors idle. So if tiles differ in length, the longest start first. This interleaves tiles of several
     heads, but only of as many heads as fit the cache: concurrent programs then read the same rows. It is the order of
     FlashAttention-3's causal scheduler (Shah et al. 2024, arXiv:2407.08608).
-
-    Attributes:
-      batch: number of batch rows.
-      heads: number of heads.
-      blocks: tiles per head of a batch row.
-      together: number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`.
-      descending: whether the last block starts first.
     """
 
     batch: int
     heads: int
-    blocks: int
-    together: int
+    blocks: int  # tiles per head of a batch row
+    together: int  # number of (batch row, head) pairs whose tiles are interleaved, a divisor of `batch * heads`
     descending: bool
 
     @classmethod
@@ -215,7 +195,7 @@ INTERPRETED_PROGRAMS = 3
 
 def build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands) -> dict[str, jax.Array]:
     """Build the kernel's inputs by name: operands padded with zeros to whole tiles, mask and schedule."""
-    q_length, kv_length = pad_lengths(plan, shape)
+    q_length, kv_length = round_up(plan.q_length, shape.tiles.block_q), round_up(plan.kv_length, shape.tiles.block_kv)
     inputs: dict[str, jax.Array] = {
         "q": pad_axes(operands.q, {1: q_length, 3: shape.head_dim}),
         "k": pad_axes(operands.k, {1: kv_length, 3: shape.head_dim}),
@@ -228,11 +208,6 @@ def build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands) -> 
         q_ids, kv_ids = operands.segment_ids
         inputs |= {"q_ids": pad_axes(q_ids, {1: q_length}), "kv_ids": pad_axes(kv_ids, {1: kv_length})}
     return inputs
-
-
-def pad_lengths(plan: FlashGpuPlan, shape: KernelShape) -> tuple[int, int]:
-    """Round the numbers of queries and keys up to whole tiles."""
-    return round_up(plan.q_length, shape.tiles.block_q), round_up(plan.kv_length, shape.tiles.block_kv)
 
 
 def launch(
@@ -287,35 +262,20 @@ def _order_tiles(plan: FlashGpuPlan, shape: KernelShape, inputs: dict[str, jax.A
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTile:
-    """The tile that a program is computing, and the blocks that are visited for it.
-
-    Attributes:
-      plan: static part of the call.
-      shape: sizes of the tiles.
-      inputs: references by name.
-      scratch: shared memory and barriers by name.
-      order: order of all tiles.
-      program: program id.
-      warpgroup: index of the warpgroup. The last one fetches, the others compute.
-      batch: batch row of the tile.
-      head: query head, or key/value head if the program owns keys.
-      block: block of the owned axis.
-      base: number of steps of the program before this tile; None if it has only one tile.
-      number: number of tiles of the program before this tile.
-    """
+    """The tile that a program is computing, and the blocks that are visited for it."""
 
     plan: FlashGpuPlan
     shape: KernelShape
     inputs: dict[str, Any]
-    scratch: dict[str, Any]
+    scratch: dict[str, Any]  # shared memory and barriers by name
     order: TileOrder
     program: Scalar
-    warpgroup: Scalar
+    warpgroup: Scalar  # index of the warpgroup. The last one fetches, the others compute.
     batch: Scalar
-    head: Scalar
-    block: Scalar
-    base: Any | None = None
-    number: Scalar = 0
+    head: Scalar  # query head, or key/value head if the program owns keys
+    block: Scalar  # block of the owned axis
+    base: Any | None = None  # number of steps of the program before this tile; None if it has only one tile
+    number: Scalar = 0  # number of tiles of the program before this tile
 
     @property
     def start(self) -> Any:
@@ -389,10 +349,7 @@ class ProgramTile:
         return lax.fori_loop(jnp.int32(0), program_tiles[self.program, 0], one, jnp.int32(0))
 
     def fetch_tiles(self, copy_step: Callable[[ProgramTile, Any], None], copy_q: Callable[[ProgramTile], None]) -> None:
-        """Call `copy_step(place, step)` for each step of each tile, ahead of the computation.
-
-        If the queries of several tiles are in flight, `copy_q(place)` comes before the steps of a tile.
-        """
+        """Call `copy_step(place, step)` for all steps ahead, after `copy_q(place)` if several tiles are in flight."""
 
         def of_tile(place: ProgramTile) -> None:
             if self.shape.q_slots > 1:
@@ -441,10 +398,7 @@ class ProgramTile:
 
     @property
     def reads_ids_unfenced(self) -> bool:
-        """Return whether a release must bring a fence of its own after reads of segment ids.
-
-        Where keys that no query attends to are zeroed in a buffer, a fence follows that store already.
-        """
+        """Return whether a release needs its own fence after reads of ids, since no zeroed keys bring one."""
         return self.plan.segmented and not self.plan.has_dead_keys
 
     def release_keys(self, at: Scalar, *, read_as_values: bool = False) -> None:

@@ -35,15 +35,7 @@ class PairSpan(NamedTuple):
 def compute_allowed(
     plan: FlashGpuPlan, inputs: dict[str, Any], span: PairSpan, ids: tuple[Any, Any] | None, *, keys_first: bool
 ) -> Any:
-    """Compute which positions of a tile may attend, `[queries, keys]` or `[keys, queries]`.
-
-    Args:
-      plan: static part of the call.
-      inputs: references by name, among them the lengths of masks.
-      span: the tile.
-      ids: segment ids of the tile's queries and of its keys.
-      keys_first: whether keys are the first axis.
-    """
+    """Compute which positions of a tile may attend, `[queries, keys]` or `[keys, queries]`."""
     shape = (span.keys, span.queries) if keys_first else (span.queries, span.keys)
     q_axis, kv_axis = (1, 0) if keys_first else (0, 1)
     i = lax.broadcasted_iota(jnp.int32, shape, q_axis) + span.q_start
