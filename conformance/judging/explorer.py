@@ -228,7 +228,7 @@ def explore(
 
     Raises:
       cases.case_space.alternatives.NothingToDraw: if no plain case is both supported and matched by `query`.
-      InvalidCodeNumbers: if the kernel's process sends no valid code_numbers.
+      InvalidCodeNumbers: if the kernel's process sends no valid code numbers.
     """
     found_numbers = _request_code_numbers(implementation) if code_numbers is None else code_numbers
     explorer = _Explorer(
