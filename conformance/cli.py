@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import app, logging
 
-from conformance import interrupts, packages
+from conformance import environment, interrupts, packages
 from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CommandParser, Parser
 from conformance.extensions import load_extensions
@@ -259,6 +259,8 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
         from conformance.commands.command_table import load_command  # imported late: it loads JAX
 
         carry_out = load_command(arguments.command)
+        if last:
+            environment.collect_garbage_rarely()
         interrupts.set_early_exit(None)
         with interrupts.raise_on_signal():
             interrupts.raise_if_stopped()
