@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import app, logging
 
-from conformance import interrupts, packages
+from conformance import environment, interrupts, packages
 from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CommandParser, Parser
 from conformance.extensions import load_attribute, load_extensions
@@ -271,7 +271,9 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
                 in_process=getattr(arguments, "in_process", False),
                 workers=_uses_workers(arguments),
             )
-        carry_out = _load_command(arguments.command)  # loads JAX
+        carry_out = _load_command(arguments.command)
+        if last:
+            environment.collect_garbage_rarely()
         interrupts.set_early_exit(None)
         with interrupts.raise_on_signal():
             interrupts.raise_if_stopped()

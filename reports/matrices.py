@@ -18,6 +18,7 @@ from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Rec
 SHOWN_PER_CELL = 3
 """The most records of a cell that the page shows if its script does not run."""
 _MAX_REASONS = 3
+_TABLE_ORDER = {**dict.fromkeys(RED, 0), EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
 _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
@@ -107,8 +108,7 @@ def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
     Red records come first, then other records that did not pass, then passes. Within each of these groups, the records
     closest to their limits come first.
     """
-    others = {EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
-    return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
+    return _TABLE_ORDER.get(record.verdict, 3), -rank_record(record), record.key
 
 
 def _list_rows(names: Iterable[str]) -> tuple[str, ...]:

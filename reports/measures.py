@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.operand_registry import GRADIENTS, OBSERVABLES
-from reports.metrics import Metric, find_decisive_metric, rank_share
+from reports.metrics import compute_share, rank_record, rank_share
 from reports.record_groups import JudgedImplementation, RecordGroups
 from reports.records import JUDGED, Record
 
@@ -190,20 +190,18 @@ def _build_distributions(groups: RecordGroups) -> Iterator[Distribution]:
 
 
 def _build_distribution(dtype: str, observable: str, records: Sequence[Record]) -> Distribution:
-    shares = [Metric("max", r.ratio or 0.0, r.limit).share or 0.0 for r in records]
-    rms = [Metric("rms", r.rms, r.rms_limit) for r in records if r.rms is not None and r.rms_limit is not None]
-    decisive = [find_decisive_metric(record) for record in records]
+    shares = [compute_share(r.ratio or 0.0, r.limit) or 0.0 for r in records]
     return Distribution(
         dtype,
         observable,
         count=len(records),
-        over=sum(metric is not None and metric.is_over for metric in decisive),
+        over=sum(rank_record(record) > 1 for record in records),
         limits=_sort_distinct(r.limit for r in records),
         rms_limits=_sort_distinct(r.rms_limit for r in records),
         spread=compute_spread(shares),
         max_ratio=_find_largest(r.ratio for r in records) or 0.0,
         max_rms=_find_largest(r.rms for r in records),
-        max_rms_share=_find_largest(metric.share for metric in rms),
+        max_rms_share=_find_largest(compute_share(r.rms, r.rms_limit) for r in records if r.rms is not None),
         max_ratio_flash=_find_largest(r.ratio_flash for r in records),
     )
 
@@ -229,7 +227,7 @@ def _build_gradient_table(groups: RecordGroups) -> GradientTable:
 def _build_gradient_cell(records: Sequence[Record]) -> GradientCell:
     return GradientCell(
         count=len(records),
-        over=sum(Metric("max", r.ratio or 0.0, r.limit).is_over for r in records),
+        over=sum(rank_share(compute_share(r.ratio or 0.0, r.limit)) > 1 for r in records),
         limits=_sort_distinct(r.limit for r in records),
         ratio=_find_largest(r.ratio for r in records) or 0.0,
         ratio_flash=_find_largest(r.ratio_flash for r in records),

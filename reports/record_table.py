@@ -6,6 +6,7 @@ limits first. Records beyond `MAX_RECORDS` are left out.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -57,7 +58,7 @@ def serialize_records(page: Page) -> Markup:
         "cases": _NumberedValues(),
         "texts": _NumberedValues([""]),
     }
-    shown = sorted(records, key=rank_for_table)[:MAX_RECORDS]
+    shown = heapq.nsmallest(MAX_RECORDS, records, key=rank_for_table)
     reasons = len({record.reason for record in shown})
     longest = max(_MIN_REASON, min(_MAX_REASON, _MAX_ALL_REASONS // max(1, reasons)))
     rows = [_serialize_row(record, names, numbers.get(record.key, 0), longest) for record in shown]

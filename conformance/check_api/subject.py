@@ -15,7 +15,7 @@ from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, judge_comparison
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Pullback, Subchecks, list_partial_cotangents, list_pullbacks
-from conformance.execution import kernel_errors
+from conformance.execution import returned_values
 from conformance.execution.executor import Calls, Executor, Result
 from conformance.truth import kept_expectations
 from conformance.truth.comparison import Comparison, compare
@@ -302,9 +302,9 @@ class Subject:
         """
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
-        kernel_errors.check_shape("out", result.values["out"], out)
+        returned_values.check_shape("out", result.values["out"], out)
         for name in result.values.keys() - {"out"}:
-            kernel_errors.check_shape(name, result.values[name], (case.batch, case.num_q_heads, case.q_length))
+            returned_values.check_shape(name, result.values[name], (case.batch, case.num_q_heads, case.q_length))
         return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
-from conformance.sandbox.kernel_options import KernelOptions
-from conformance.session import project_lookup, run_outputs
+from conformance.session import run_outputs
 from conformance.session.run_outputs import Outputs
 from conformance.session.run_spec import DECLARED, OPTIONS, WHERE, build_spec
+
+if TYPE_CHECKING:
+    from conformance.sandbox.kernel_options import KernelOptions
 
 
 def format_command_line() -> str:
@@ -20,6 +23,8 @@ def format_command_line() -> str:
 
 def build_kernel_options(arguments: argparse.Namespace) -> KernelOptions:
     """Build the kernel options of a command that judges one kernel. Raises `CannotJudge`."""
+    from conformance.session import project_lookup  # imported late: it loads JAX
+
     given = {key: vars(arguments).get(key) for key in ("report", "json")}
     kernel = {each.key: getattr(arguments, each.key) for each in OPTIONS.values() if each.group in (DECLARED, WHERE)}
     return project_lookup.build_kernel_options(build_spec(given | kernel, implementations=(arguments.impl,)))

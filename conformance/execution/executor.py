@@ -19,8 +19,8 @@ from cases.case import OPT_IN
 from cases.operand_registry import GRADIENT_OF, OPERANDS
 from cases.operand_values import Cotangent, Problem
 from conformance import environment
-from conformance.execution import kernel_errors, stored_calls
 from conformance.execution import mask_pytrees as mask_pytrees  # registers masks with JAX
+from conformance.execution import returned_values, stored_calls
 from conformance.execution.common_subexpressions import eliminate_common_subexpressions
 from impls.contract.implementation import Implementation
 
@@ -271,7 +271,7 @@ def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dls
 
 def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
     """Call an implementation without residuals, and check that it returns one array."""
-    return kernel_errors.check_output(call(**arrays, **statics))
+    return returned_values.check_output(call(**arrays, **statics))
 
 
 def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Callable[..., Any]) -> CompiledCalls:
@@ -279,11 +279,11 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
     plain = functools.partial(call_plain, call, statics)
 
     def with_residuals(arrays: Arrays) -> Any:
-        return kernel_errors.check_residuals(call(**arrays, **statics, save_residuals=True))
+        return returned_values.check_residuals(call(**arrays, **statics, save_residuals=True))
 
     def with_lse(arrays: Arrays) -> Any:
         out, residuals = with_residuals(arrays)
-        return out, kernel_errors.get_residual(residuals, "logsumexp")
+        return out, returned_values.get_residual(residuals, "logsumexp")
 
     def part(arrays: Arrays) -> Any:
         return None if implementation.parts is None else implementation.parts(**arrays, **statics)
@@ -326,7 +326,7 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
         names = ("out", "logsumexp") if isinstance(primal, tuple) else "out"
-        jax.tree.map(lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), names, primal, cotangent)
+        jax.tree.map(lambda name, x, dx: returned_values.check_shape(name, x, dx.shape), names, primal, cotangent)
         cotangent = jax.tree.map(
             lambda x, dx: dx.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else dx, primal, cotangent
         )

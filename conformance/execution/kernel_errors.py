@@ -1,4 +1,4 @@
-"""Describe an exception of a kernel in one line, and check that a call returned what it must return.
+"""Describe an exception of a kernel in one line.
 
 A description has the exception's type, the first line of its message, and a place: a line of the user's own code. The
 place is the innermost frame outside of JAX, NumPy, Python's library and this project. It is searched in three texts:
@@ -15,12 +15,9 @@ import linecache
 import re
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from reports.printable_text import make_printable
 
@@ -125,85 +122,6 @@ def parse_place(words: str) -> Place | None:
         if Path(place.file).is_file() and words.startswith(make_printable(f"{place})"), bracket.end()):
             return place
     return None
-
-
-def check_output(returned: Any) -> Any:
-    """Return `returned`, the value of a call, if it is one array. Raises `WrongReturn`."""
-    if _is_array(returned):
-        return returned
-    raise WrongReturn(
-        f"the call must return out alone, an array [B, T, N, V], and returned {_describe_value(returned)}"
-    )
-
-
-def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the value of a call with residuals if it is `out` and a mapping of arrays. Raises `WrongReturn`."""
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        # The mapping is copied once, since a user's mapping may return other values at each access.
-        out, residuals = returned[0], dict(returned[1])
-        if all(map(_is_array, (out, *residuals.values()))):
-            return out, residuals
-    raise WrongReturn(
-        "with save_residuals=True the call must return (out, {'logsumexp': ..., 'max_logits': ...}) with an array for "
-        f"each, and returned {_describe_value(returned)}"
-    )
-
-
-def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`."""
-    arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
-    fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
-    fits = fits and all(_is_array(returned[n]) for n in arrays)
-    if fits:
-        return tuple(returned)
-    must = "(out, k_pages, v_pages)"
-    if save_residuals:
-        must = "(out, {'logsumexp': ..., 'max_logits': ...}, k_pages, v_pages) with save_residuals=True"
-    raise WrongReturn(f"a call that writes pages must return {must}, and returned {_describe_value(returned)}")
-
-
-def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
-    """Check the shape of a returned array before it is computed with. Raises `WrongReturn`."""
-    if tuple(returned.shape) != shape:
-        must = ", ".join(map(str, shape))
-        raise WrongReturn(f"{name} must be an array [{must}], and the call returned {_describe_value(returned)}")
-
-
-def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
-    """Return the residual of this name. Raises `WrongReturn` if the call returned none."""
-    if name in residuals:
-        return residuals[name]
-    others = ", ".join(map(repr, residuals)) or "none"
-    raise WrongReturn(f"the residuals have no entry {name!r}; those returned: {others}")
-
-
-def _is_array(x: Any) -> bool:
-    """Return whether the type of `x`, not the `__class__` that an object may set, is an array or a tracer."""
-    return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
-
-
-def _describe_value(returned: Any, *, within: bool = False) -> str:
-    """Describe a wrong value and its items, without its `repr`, which may run any code; `within` is for an item."""
-    if returned is None:
-        return "None" if within else "None: is there a `return`?"
-    if _is_array(returned):
-        return f"an array {returned.dtype}[{', '.join(map(str, returned.shape))}]"
-    if isinstance(returned, str | bytes):
-        return "a string"
-    if isinstance(returned, types.GeneratorType):
-        return "a generator: is there a `yield` where `return` is meant?"
-    if isinstance(returned, types.CoroutineType):
-        returned.close()  # so that Python does not warn about a coroutine that was never awaited
-        return "a coroutine: the function is `async`"
-    if isinstance(returned, Mapping):
-        return f"a mapping with {', '.join(map(repr, list(returned)[:4])) or 'nothing in it'}"
-    if isinstance(returned, tuple | list) and not within:
-        items = ", ".join(_describe_value(item, within=True) for item in list(returned)[:4])
-        unasked = len(returned) == 2 and isinstance(returned[1], Mapping)
-        more = ", ..." if len(returned) > 4 else ""
-        found = f"a {type(returned).__name__} of {len(returned)} ({items}{more})"
-        return f"{found}, which is right only with save_residuals=True" if unasked else found
-    return f"a {type(returned).__qualname__}"
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:

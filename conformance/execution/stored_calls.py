@@ -27,7 +27,7 @@ from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
-from conformance.execution import kernel_errors
+from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
@@ -193,10 +193,10 @@ class StoredCall:
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
         if not save_residuals:
-            out = kernel_errors.check_output(call_by_keyword(**stored, **options))
+            out = returned_values.check_output(call_by_keyword(**stored, **options))
             return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0)
         returned = call_by_keyword(**stored, **options, save_residuals=True)
-        out, residuals = kernel_errors.check_residuals(returned)
+        out, residuals = returned_values.check_residuals(returned)
         # A dense query that no stored query stands for is an empty row, whose residuals the formulas define.
         nothing = {"logsumexp": _compute_empty_logsumexp(self.formulas, options.get("sinks")), "max_logits": -jnp.inf}
         in_rows = len(rows) > 1
@@ -267,7 +267,7 @@ class StoredCall:
         """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
-        *first, keys, values = kernel_errors.check_pages(returned, save_residuals=save_residuals)
+        *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
         return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cases.operand_values import Problem
 from conformance import environment
-from conformance.execution import kernel_errors
+from conformance.execution import returned_values
 from conformance.execution.executor import Executor
 
 Layout = Literal["strided", "transposed"]
@@ -45,7 +45,7 @@ def run_residuals_eagerly(executor: Executor, problem: Problem) -> Mapping[str, 
     """Return the residuals of the call outside `jit`, on JAX arrays."""
     statics, arrays = executor.arguments(problem)
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
-    _, residuals = kernel_errors.check_residuals(call(**jax.tree.map(jnp.asarray, arrays)))
+    _, residuals = returned_values.check_residuals(call(**jax.tree.map(jnp.asarray, arrays)))
     return {name: np.asarray(x) for name, x in residuals.items()}
 
 

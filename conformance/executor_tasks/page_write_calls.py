@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.operand_values import Problem
-from conformance.execution import kernel_errors
+from conformance.execution import returned_values
 from conformance.execution.executor import Arrays, Executor, Values
 from conformance.execution.stored_calls import StoredCall
 from conformance.executor_tasks.single_calls import is_changed
@@ -113,9 +113,9 @@ def _call_checked(
     out, residuals, after = call.write(
         q=q, **tokens, **pools, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
     )
-    kernel_errors.check_shape("out", out, (*q.shape[:2], tokens["v"].shape[-1]))
+    returned_values.check_shape("out", out, (*q.shape[:2], tokens["v"].shape[-1]))
     if residuals is not None:
-        out, residuals = kernel_errors.check_residuals((out, residuals))
+        out, residuals = returned_values.check_residuals((out, residuals))
         for name, x in residuals.items():
-            kernel_errors.check_shape(name, x, q.shape[:2])
+            returned_values.check_shape(name, x, q.shape[:2])
     return out, residuals, after

@@ -15,7 +15,7 @@ import numpy as np
 
 from cases.operand_values import Problem
 from conformance import program_cache
-from conformance.execution import kernel_errors
+from conformance.execution import returned_values
 from conformance.execution.executor import Executor, call_plain, pull_back
 
 # Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
@@ -46,7 +46,7 @@ def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
     statics, arrays = executor.arguments(problem)
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     try:
-        _, residuals = jax.eval_shape(lambda arrays: kernel_errors.check_residuals(call(**arrays)), arrays)
+        _, residuals = jax.eval_shape(lambda arrays: returned_values.check_residuals(call(**arrays)), arrays)
     except Exception:  # a call that raises returns no residuals
         return []
     return list(residuals)

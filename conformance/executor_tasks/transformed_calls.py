@@ -16,7 +16,7 @@ import numpy as np
 
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Problem
-from conformance.execution import kernel_errors
+from conformance.execution import returned_values
 from conformance.execution.executor import Arrays, Executor, Values, pull_back
 
 OutAndGradients = tuple[np.ndarray, Values]
@@ -33,7 +33,7 @@ def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> 
     """Return stacked `out` and residuals of several problems, by name, with every operand mapped by `vmap`."""
     statics, _ = executor.arguments(problems[0])
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
-    mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))
+    mapped = jax.vmap(lambda arrays: returned_values.check_residuals(call(**arrays)))
     out, residuals = executor.jit(mapped)(_stack_operands(executor, problems))
     return _copy_to_host({**residuals, "out": out})
 

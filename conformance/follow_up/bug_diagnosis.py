@@ -12,11 +12,10 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cases.error_profile_cases import ERROR_PROFILE_CASES
-from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
-from conformance.judging.journal import Journal
 from conformance.sensitivity import diagnosis, error_profiles
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
 from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, Sizes
@@ -27,6 +26,10 @@ from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_resu
 from reports.record_groups import group_by_implementation
 from reports.records import ERROR, FAIL, JUDGED, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
+
+if TYPE_CHECKING:  # they load JAX, and a report judges nothing
+    from conformance.follow_up.probe_budget import ProbeBudget
+    from conformance.judging.journal import Journal
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
 _COMPARED_KINDS = (FORWARD, GRADIENTS)

@@ -44,6 +44,8 @@ _CLEAR_EVERY = 60
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
 # Checks that differentiate one of the two calls (with or without residuals), the one that `Subchecks` names.
 _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
+# Import the functions of the checks now: before code of a kernel runs, and in the server that forks processes.
+_CHECK_FUNCTIONS = [check.run for check in CHECKS]
 
 
 class Runner:

@@ -62,6 +62,7 @@ _TEXT_FIELDS = (
 _FIGURE_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 _get_figures = operator.attrgetter(*_FIGURE_FIELDS)
 _get_texts = operator.attrgetter(*_TEXT_FIELDS)
+_get_key = operator.attrgetter("implementation", "platform", "case", "check", "observable", "run")
 
 if TYPE_CHECKING:
     Figure: TypeAlias = float
@@ -180,7 +181,7 @@ class Record(
     @property
     def key(self) -> tuple[str, ...]:
         """The identity of the judgement. Records with the same key are judgements of the same observable."""
-        return (self.implementation, self.platform, self.case, self.check, self.observable, self.run)
+        return _get_key(self)
 
 
 def merge_records(*groups: Iterable[Record]) -> list[Record]:

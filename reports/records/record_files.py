@@ -42,10 +42,10 @@ _Decoded = TypeVar("_Decoded")
 
 _LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 _MEASUREMENT_DECODER = msgspec.json.Decoder(Measurement)
-# Fields of a record that most records of a file have in common with others.
+# Fields of a record whose values many records of a file have in common.
 _SHARED_FIELDS = (
     *("implementation", "platform", "case", "check", "observable", "verdict", "dtype", "features"),
-    *("reason", "remedy", "pattern", "reproduce", "host"),
+    *("reason", "remedy", "pattern", "reproduce", "host", "limit", "rms_limit", "margin", "seconds"),
 )
 # Names of checks in records that stand in place of a job's own checks, and say why those did not run.
 _SUBSTITUTE_CHECKS = ("support", "discrimination", "devices", "hardware")
@@ -207,7 +207,7 @@ def read_jsonl(path: Path) -> list[Record]:
 def iter_lines(path: Path) -> Iterator[tuple[int, Line | str]]:
     """Yield the numbered lines of a file as they are read. A last line that is cut off is yielded as a note.
 
-    A process that is killed while it writes leaves part of a line. That is no error. Equal texts of records are one
+    A process that is killed while it writes leaves part of a line. That is no error. Equal values of records are one
     object, since a file may have hundreds of thousands of records.
 
     Raises:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -56,6 +59,16 @@ def test_a_kernel_that_became_wrong_is_a_regression_and_one_that_became_right_is
     assert run("compare", "after.jsonl", "before.jsonl") == 0
     assert "No regression: 1 fixed" in capsys.readouterr().out
     assert run("compare", "before.jsonl", "before.jsonl") == 0
+
+
+@pytest.mark.parametrize("command", ["report after.jsonl", "compare before.jsonl after.jsonl"])
+def test_what_reads_files_of_records_loads_no_jax(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    arguments = ["-X", "importtime", "-m", "conformance", *command.split(), "--report=page.html"]
+    loaded = subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True).stderr
+    assert (folder / "page.html").exists()
+    assert re.search(r"\| +numpy$", loaded, re.MULTILINE)
+    assert not re.search(r"\| +jax$", loaded, re.MULTILINE)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.check_api.judgement import Judgement, catch_errors
 from conformance.checks import CHECKS_BY_NAME
-from conformance.execution import kernel_errors
+from conformance.execution import kernel_errors, returned_values
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
@@ -233,15 +233,15 @@ def test_a_wrong_return_is_a_sentence(function: Callable[..., Any], what: str) -
 )
 def test_wrong_residuals_are_a_sentence(returned: object, what: str) -> None:
     with pytest.raises(kernel_errors.WrongReturn, match="with save_residuals=True the call must return") as raised:
-        kernel_errors.check_residuals(returned)
+        returned_values.check_residuals(returned)
     assert what in str(raised.value)
 
 
 def test_a_residual_that_is_missing_is_named() -> None:
-    out, residuals = kernel_errors.check_residuals((np.zeros(3), {"lse": np.zeros(3)}))
+    out, residuals = returned_values.check_residuals((np.zeros(3), {"lse": np.zeros(3)}))
     assert out.shape == (3,)
     with pytest.raises(kernel_errors.WrongReturn, match="no entry 'logsumexp'; those returned: 'lse'"):
-        kernel_errors.get_residual(residuals, "logsumexp")
+        returned_values.get_residual(residuals, "logsumexp")
 
 
 @pytest.mark.parametrize(
