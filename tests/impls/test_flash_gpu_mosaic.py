@@ -173,11 +173,14 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"mask": Lengths((40, 200))}, {"segment_ids": (np.zeros((2, 200), np.int32),) * 2, "soft_cap": 5.0}],
+    ("depths", "options"),
+    [
+        ((256, 256), {}),
+        ((192, 128), {"mask": Lengths((40, 200))}),
+        ((256, 256), {"segment_ids": (np.zeros((2, 200), np.int32),) * 2, "soft_cap": 5.0}),
+    ],
     ids=["causal", "lengths", "segments"],
 )
-@pytest.mark.parametrize("depths", [(256, 256), pytest.param((192, 128), marks=pytest.mark.long)], ids=str)
 def test_deep_heads_are_served_under_every_mask(depths: tuple[int, int], options: dict[str, Any]) -> None:
     """The table's rings are made to fit: with one tile of keys in flight where there are segment ids."""
     found = kernels("NVIDIA H200", depth=depths[0], v_depth=depths[1], backend="mosaic", lowered=True, **options)
@@ -251,7 +254,7 @@ def judged(case: Case) -> dict[str, Record]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at_depth", [128, 256])
+@pytest.mark.parametrize("at_depth", [128, pytest.param(256, marks=pytest.mark.nightly)])
 def test_it_is_right_in_the_interpreter_and_nothing_races(at_depth: int) -> None:
     supports = implementation_registry.find_implementation("flash_gpu_mosaic").supports
     (case,) = (case for case in select_interpreted_cases(0, supports, "gpu") if case.head_dim == at_depth)
