@@ -59,6 +59,27 @@ def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[st
         process.communicate()
 
 
+OWN_SERVER = {"JAX_CONFORMANCE_TEST": str(os.getpid())}
+"""A variable that JAX's imports may read: commands with it use no server but the one that was started with it."""
+
+
+@contextlib.contextmanager
+def run_server(environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Run `python -m conformance serve` in this environment until the block ends."""
+    with restore_signal_handlers():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "conformance", "serve"],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    with kill_on_exit(process):
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving")
+        yield process
+
+
 def wait_until(
     condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = STOP_TIMEOUT
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 import shlex
 import sys
@@ -104,9 +105,13 @@ def attention(q, k, v, *, mask, soft_cap, bias):
     assert failed == {"poison"} if wrong == "reads behind the mask" else "forward" in failed
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_is_one(page: str) -> None:
-    text = "\n".join((*blocks(PAGES[page], "sh", "console", "yaml"), *names(PAGES[page])))
+def list_commands(page: str) -> str:
+    """Return all that may be a command: blocks of a shell or a workflow, and code spans."""
+    return "\n".join((*blocks(page, "sh", "console", "yaml"), *names(page)))
+
+
+def test_every_command_is_one() -> None:
+    text = "\n".join(map(list_commands, PAGES.values()))
     text = re.sub(r"\$\{\{.*?\}\}|\$\w+", "1", text)  # variables of a shell or a workflow
     for command in re.findall(r"(?<!-m )python -m conformance ([a-z].*)", text):
         cli.build_parser().parse_args(shlex.split(command, comments=True))
@@ -117,12 +122,11 @@ def test_the_pages_have_commands() -> None:
     assert len(re.findall(r"python -m conformance ([a-z].*)", text)) > 35
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_pytest_command_is_one(page: str, pytestconfig: pytest.Config) -> None:
+def test_every_pytest_command_is_one(pytestconfig: pytest.Config) -> None:
     known = {name for option in pytestconfig._parser._anonymous.options for name in option.names()}
     known.update(gate_options.SHORT_FORMS)
     known |= {name for group in pytestconfig._parser._groups for option in group.options for name in option.names()}
-    text = "\n".join((*blocks(PAGES[page], "sh", "console", "yaml"), *names(PAGES[page])))
+    text = "\n".join(map(list_commands, PAGES.values()))
     for command in re.findall(r"(?:^|/|run: | )pytest ((?:-|conformance|tests).*)", text, re.MULTILINE):
         words = shlex.split(command, comments=True)
         assert {word.split("=")[0] for word in words if word.startswith("-")} <= known, command
@@ -131,15 +135,14 @@ def test_every_pytest_command_is_one(page: str, pytestconfig: pytest.Config) -> 
                 assert (ROOT / word.split("::")[0]).exists(), command
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_example_in_python_is_python(page: str) -> None:
-    for text in blocks(PAGES[page], "python"):
-        ast.parse(text)
+def test_every_example_in_python_is_python() -> None:
+    for page, content in PAGES.items():
+        for text in blocks(content, "python"):
+            ast.parse(text, page)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_setting_is_one(page: str, tmp_path: Path) -> None:
-    for text in blocks(PAGES[page], "toml"):
+def test_every_setting_is_one(tmp_path: Path) -> None:
+    for text in itertools.chain.from_iterable(blocks(content, "toml") for content in PAGES.values()):
         (tmp_path / "pyproject.toml").write_text(text)
         settings.load_settings(tmp_path)
 
@@ -156,31 +159,9 @@ def test_the_implementation_of_the_docs_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(scope["SPARSE"], Implementation)
 
 
-def test_the_commands_to_set_up_are_these_two() -> None:
-    commands = [text.strip() for text in blocks(README.partition("## Install")[2].partition("\n## ")[0], "sh")]
-    assert [command.partition("pip install -q ")[2] for command in commands] == [
-        ". && .venv/bin/python -m conformance run --impl=dot_product --impl=block_flash --report=report.html",
-        '-e ".[dev]" && .venv/bin/pytest -n auto --conformance-level=smoke',
-    ]
-
-
 def test_every_generated_part_is_on_one_page() -> None:
     marked = [name for path in (ROOT / "docs").rglob("*.md") for name in re.findall(MARKER, path.read_text())]
     assert sorted(marked) == sorted(reference_pages.PARTS)
-
-
-@pytest.mark.parametrize("part", reference_pages.PARTS)
-def test_every_table_of_a_generated_part_has_as_many_cells_as_columns(part: str) -> None:
-    tables = [block for block in reference_pages.PARTS[part]().split("\n\n") if block.startswith("| ")]
-    for table in tables:
-        assert len({row.replace("\\|", "").count("|") for row in table.splitlines()}) == 1, table.partition("\n")[0]
-
-
-def test_the_generated_command_line_has_every_command_and_option() -> None:
-    text = reference_pages.format_command_line()
-    assert "\n## run\n" in f"\n{text}\n"
-    for option in ("--impl=NAME", "--level=smoke\\|quick", "--fail-fast`", "--profile=", "--markdown=FILE"):
-        assert option in text
 
 
 def test_the_generated_schema_describes_every_field_of_a_record() -> None:
@@ -226,10 +207,3 @@ def test_every_implementation_of_ours_is_described() -> None:
     named = {name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)}
     ours = {name for name, module in MODULES.items() if not module.startswith("impls.libraries.")}
     assert ours <= named <= set(implementation_registry.list_implementations())
-
-
-def test_files_that_the_recipes_name_are_there() -> None:
-    paths = [name for name in names(PAGES[".github/CONTRIBUTING.md"]) if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", name)]
-    assert paths
-    # Capitals stand for what is to be written.
-    assert [path for path in paths if not re.search("[A-Z]{2}", path) and not (ROOT / path).exists()] == []

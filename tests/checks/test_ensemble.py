@@ -52,9 +52,13 @@ def get_ratio(record: Record) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize(
-    "kernel", [naive.attention, online_softmax.attention, low_precision_attention.build_kernel(Roundings())]
+    ("kernel", "dtype"),
+    [
+        (naive.attention, "bf16"),
+        (online_softmax.attention, "f16"),
+        (low_precision_attention.build_kernel(Roundings()), "bf16"),
+    ],
 )
 def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> None:
     found = judge(build_implementation(kernel, "kernel"), dtype)
@@ -66,15 +70,7 @@ def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> No
     assert max(get_ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
 
 
-@pytest.mark.long
-def test_correct_kernels_pass_with_other_seeds() -> None:
-    for seed in (1, 2):
-        found = judge(build_implementation(naive.attention, "kernel"), "bf16", seed)
-        assert {record.verdict for record in found.values()} == {PASS}
-
-
-@pytest.mark.parametrize("dtype", DIGITS)
-@pytest.mark.parametrize("observable", ["out", "dq"])
+@pytest.mark.parametrize(("observable", "dtype"), [("out", "f16"), ("dq", "bf16")])
 def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
     found = find_failures(Roundings(**{observable: round_towards_zero}), dtype)
     assert f"{observable}.bias" in found
@@ -87,17 +83,16 @@ def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize(
-    ("step", "shows"),
+    ("step", "dtype", "shows"),
     [
-        ("accumulator", {"out.spread"}),
-        ("total", {"out.spread"}),
-        ("dq_sum", {"dq.spread"}),
-        ("group_sum", {"dk.spread", "dv.spread"}),
+        ("accumulator", "bf16", {"out.spread"}),
+        ("total", "f16", {"out.spread"}),
+        ("dq_sum", "bf16", {"dq.spread"}),
+        ("group_sum", "f16", {"dk.spread", "dv.spread"}),
     ],
 )
-def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, shows: set[str], dtype: str) -> None:
+def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, dtype: str, shows: set[str]) -> None:
     found = find_failures(Roundings(**{step: round_to_nearest}), dtype)
     assert shows <= found.keys()
     assert all(found[name].verdict == FAIL and get_ratio(found[name]) > 1.12 for name in shows)
@@ -298,18 +293,17 @@ def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtyp
 @pytest.mark.parametrize(
     "case",
     [
-        "B1.T128.S128.N2.K2.H64.V64/causal/aligned",
-        "B1.T128.S128.N2.K2.H64.V64/causal/opposed",
-        "B1.T96.S256.N2.K2.H16.V16/full/rising",
+        "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/aligned",
+        "train/f16/B1.T128.S128.N2.K2.H64.V64/causal/opposed",
+        "train/bf16/B1.T96.S256.N2.K2.H16.V16/full/rising",
     ],
 )
-@pytest.mark.parametrize("dtype", DIGITS)
-def test_the_model_covers_all_roundings_where_one_stands_out(case: str, dtype: str) -> None:
-    ratios = compute_mean_ratios(f"train/{dtype}/{case}", logits=False, fused=True)
+def test_the_model_covers_all_roundings_where_one_stands_out(case: str) -> None:
+    ratios = compute_mean_ratios(case, logits=False, fused=True)
     # Tolerance: as above.
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.15, abs=0)
     # The model counts the rounding of `out` in D, which is not there if D is a sum of p dp.
-    ratios = compute_mean_ratios(f"train/{dtype}/{case}", logits=False, fused=False)
+    ratios = compute_mean_ratios(case, logits=False, fused=False)
     assert max(ratios.values()) < 1.15  # Tolerance: as above
     assert ratios["dq"] < 0.9
 

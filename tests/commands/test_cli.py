@@ -24,7 +24,7 @@ from reports.records.measurement import FORWARD
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 
-FEW = "train/f32/*.T1.*"
+FEW = "train/f32/*.T1.*.H64.*"
 
 
 def list_commands() -> list[str]:

@@ -31,7 +31,7 @@ def right(q, k, v, *, causal=False):
 """
 ROOT = Path(__file__).parent.parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-WHAT = ("--impl=kernel.py:right", "--cases=train/f32/*.T1.*", "--jobs=1")
+WHAT = ("--impl=kernel.py:right", "--cases=train/f32/*.T1.*.H64.*", "--jobs=1")
 
 
 def command(*arguments: str) -> list[str]:
@@ -44,7 +44,7 @@ def recorded(path: Path) -> RecordedRun | None:
     return found[0] if found else None
 
 
-GATE_CASES = "--conformance-cases=train/f32/*.T1.*"
+GATE_CASES = "--conformance-cases=train/f32/*.T1.*.H64.*"
 MARK = "PYTHON_KILLED_IN"  # a variable that all processes of a killed command have: those of kernels get PYTHON*
 BUGS = ("--bank=tests.planted.bank:BANK", "--bug=cap-before-bias", "--bug=cap-derivative-missing")
 

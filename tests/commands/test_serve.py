@@ -16,7 +16,14 @@ from conformance import served_command, served_run
 from conformance.fork_server import command_server, forked_process
 from conformance.fork_server.forked_process import ForkedProcess
 from conformance.sandbox import compilation_cache
-from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
+from tests.process_helpers import (
+    COMMAND_TIMEOUT,
+    OWN_SERVER,
+    kill_on_exit,
+    restore_signal_handlers,
+    run_server,
+    wait_until,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 KERNEL = """
@@ -39,24 +46,13 @@ pytestmark = pytest.mark.skipif(not command_server.is_supported(), reason="only 
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    # A variable that JAX's imports may read makes the address of this server different from that of any other.
-    own = {"JAX_CONFORMANCE_TEST": str(os.getpid()), "CONFORMANCE_CACHE": str(tmp_path_factory.mktemp("cache"))}
-    return {**os.environ, **own, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+    own = {"CONFORMANCE_CACHE": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **OWN_SERVER, **own, "TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
 
 
 @pytest.fixture(scope="module")
 def server(environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    with restore_signal_handlers():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "conformance", "serve"],
-            env=environ,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    with kill_on_exit(process):
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("serving")
+    with run_server(environ) as process:
         yield process
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ _COMMAND_SECONDS = 600
 _TIME_LIMITS = ("--confirm-seconds", "--diagnose-seconds")
 
 
-def run_block(fence: Fence, folder: Path, names: dict[str, Any]) -> str | None:
+def run_block(fence: Fence, folder: Path, names: dict[str, Any], environ: Mapping[str, str]) -> str | None:
     """Run one block in a folder, and return what a Python block printed.
 
     Args:
       fence: the block.
       folder: the page's folder.
       names: the global names of the page's Python blocks, which the block may add to.
+      environ: the environment variables of the page's commands.
 
     Raises:
       AssertionError: if a command exits with another code than the page says, or prints something else.
@@ -48,7 +50,7 @@ def run_block(fence: Fence, folder: Path, names: dict[str, Any]) -> str | None:
         commands = [(fence.text, None)] if fence.language == "sh" else list(split_console(fence.text))
         for number, (command, shown) in enumerate(commands, 1):
             code = int(fence.options.get("exit", 0)) if number == len(commands) else 0
-            printed = _run_command(command, ROOT if "in-clone" in fence.classes else folder, code)
+            printed = _run_command(command, ROOT if "in-clone" in fence.classes else folder, environ, code)
             if shown is not None:
                 assert_shown(shown, printed)
     return None
@@ -106,11 +108,11 @@ def build_environment() -> dict[str, str]:
     return environment | {"COLUMNS": "120", "NO_COLOR": "1", "PATH": path}
 
 
-def _run_command(command: str, folder: Path, code: int) -> str:
+def _run_command(command: str, folder: Path, environ: Mapping[str, str], code: int) -> str:
     done = subprocess.run(
         ["bash", "-euc", raise_time_limits(command)],
         cwd=folder,
-        env=build_environment(),
+        env=environ,
         capture_output=True,
         text=True,
         timeout=3 * _COMMAND_SECONDS,

@@ -46,7 +46,8 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
+# It takes 40 s. By day a trial is interrupted in its second step, and the page is made of figures that are given.
+@pytest.mark.nightly
 def test_a_whole_trial_judges_times_and_makes_a_page(tmp_path: Path) -> None:
     folder = tmp_path / "chip"
     done = run_trial(folder, "--seconds=2000")

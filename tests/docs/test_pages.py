@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from conformance.fork_server import command_server
 from tests.docs import page_blocks
+from tests.process_helpers import OWN_SERVER, run_server
 from website.fences import Fence, find_fences
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,8 +45,19 @@ CHANGE_THE_PROJECT = {
 NOT_RUN = [(page, fence) for page, fences in PAGES.items() for fence in fences if "not-run" in fence.classes]
 
 
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Run a server, so that not every command of a page loads JAX, and return the variables by which it is used."""
+    folder = {"TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+    made = page_blocks.build_environment() | OWN_SERVER | folder
+    with run_server(made) if command_server.is_supported() else contextlib.nullcontext():
+        yield made
+
+
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in PAGES])
-def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if page in ELSEWHERE:
         pytest.skip(ELSEWHERE[page])
     shutil.copytree(GIVEN, tmp_path, dirs_exist_ok=True)
@@ -63,7 +79,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest
                 page_blocks.assert_shown(fence.text, printed)
                 continue
             try:
-                printed = page_blocks.run_block(fence, tmp_path, names) or printed
+                printed = page_blocks.run_block(fence, tmp_path, names, environ) or printed
             except Exception as error:
                 error.add_note(f"in the block at {page}:{fence.line}")
                 raise
@@ -131,7 +147,7 @@ def test_only_judging_gets_more_time() -> None:
 
 def test_a_command_with_another_exit_code_fails(tmp_path: Path) -> None:
     (fence,) = find_fences("```sh {exit=3}\nexit 3\n```\n")
-    page_blocks.run_block(fence, tmp_path, {})
+    page_blocks.run_block(fence, tmp_path, {}, os.environ)
     (fence,) = find_fences("```console\n$ echo a\na\n$ exit 3\n```\n")
     with pytest.raises(AssertionError, match="exit code 3, not 0"):
-        page_blocks.run_block(fence, tmp_path, {})
+        page_blocks.run_block(fence, tmp_path, {}, os.environ)

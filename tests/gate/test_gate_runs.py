@@ -108,7 +108,7 @@ def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -
     assert result.ret == 0
     found = records.read_jsonl(repository.path / "r.jsonl")
     assert {record.check for record in found} == {"forward"}
-    said = "narrowed to --conformance-cases='train/f32/*.T1.*' -k 'forward and kernel'"
+    said = "narrowed to --conformance-cases='train/f32/*.T1.*.H64.*' -k 'forward and kernel'"
     (recorded,) = read_runs(repository.path / "r.jsonl")
     assert recorded.run is not None
     assert f"narrowed to {recorded.run.narrowed}" == said

@@ -27,7 +27,7 @@ def capped_wrong(q, k, v, *, causal=False, soft_cap=None):
     return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
 
 
-few = dict(cases="train/f32/*.T1.*", checks="forward", behind_mask="finite")
+few = dict(cases="train/f32/*.T1.*.H64.*", checks="forward", behind_mask="finite")
 test_right = conformance_tests(attention, **few)
 test_wrong = conformance_tests(capped_wrong, **few)
 
@@ -48,7 +48,7 @@ def build(times):
     return kernel
 
 
-few = dict(cases="train/f32/*.T1.*", checks="forward", behind_mask="finite")
+few = dict(cases="train/f32/*.T1.*.H64.*", checks="forward", behind_mask="finite")
 test_closure = conformance_tests(build(factor), name="scaled", **few)
 test_lambda = conformance_tests(lambda q, k, v: naive.attention(q, k, v), **few)
 
@@ -170,7 +170,7 @@ def test_a_kernel_with_sandbox_is_not_loaded_by_pytest(repository: Repository) -
     )
     (repository.path / "test_mine.py").write_text(
         "from conformance.testing import conformance_tests\n"
-        "test_it = conformance_tests('kernel:attention', sandbox=True, cases='train/f32/*.T1.*', checks='forward')\n"
+        "test_it = conformance_tests('kernel:attention', sandbox=True, cases='train/f32/*.T1.*.H64.*', checks='forward')\n"
     )
     result = run_tests(repository)
     assert result.ret == 0, result.stdout.str()
@@ -189,7 +189,7 @@ def build(times):
     return lambda q, k, v: times * naive.attention(q, k, v)
 
 
-few = dict(cases="train/f32/*.T1.*", checks="forward", behind_mask="finite", sandbox=True)
+few = dict(cases="train/f32/*.T1.*.H64.*", checks="forward", behind_mask="finite", sandbox=True)
 test_function = conformance_tests(attention, **few)
 test_closure = conformance_tests(build(1.01), **few)
 """
@@ -245,7 +245,7 @@ def attention(q, k, v):
 
 
 test_it = conformance_tests(
-    attention, cases="train/f32/*.T1.*", checks=["forward", "gradients"], behind_mask="finite"
+    attention, cases="train/f32/*.T1.*.H64.*", checks=["forward", "gradients"], behind_mask="finite"
 )
 """
 EXPECTED = """
@@ -275,7 +275,7 @@ def test_what_is_unsupported_is_skipped_and_a_kernel_without_a_judgement_is_red(
     (repository.path / "test_mine.py").write_text(
         "from conformance.testing import conformance_tests\n"
         "def attention(q, k, v):\n    raise NotImplementedError('not today')\n"
-        "test_it = conformance_tests(attention, cases='train/f32/*.T1.*', checks='forward')\n"
+        "test_it = conformance_tests(attention, cases='train/f32/*.T1.*.H64.*', checks='forward')\n"
     )
     result = run_tests(repository, "-ra")
     assert result.ret == 1

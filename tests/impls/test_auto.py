@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 
 from cases.case import Case
 from cases.case_id import parse_case_id
@@ -201,19 +200,10 @@ def red(impl: Implementation, check: str, case: Case | None = None) -> list[Any]
     return [record for record in found if record.verdict in RED]
 
 
-@pytest.mark.parametrize("name", ["auto_dot_product"])
-def test_every_feature_arrives_and_matters_as_the_oracle_says(name: str) -> None:
-    assert red(FORCED[name], "arguments") == []
-
-
-def _routes() -> list[ParameterSet]:
-    """Those to a kernel of each kind for the bank, and the others at night."""
-    routes = [name for name in FORCED if name != "auto_dot_product"]
-    by_day = {"auto_splash_tpu": pytest.mark.bank, "auto_ragged": pytest.mark.bank}
-    return [pytest.param(name, marks=by_day.get(name, pytest.mark.nightly)) for name in routes]
-
-
-@pytest.mark.parametrize("name", _routes())
+# By day one route. `test_every_operand_reaches_every_kernel_as_it_is` has all of them, without computing anything.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "auto_ragged")) for name in FORCED]
+)
 def test_every_feature_arrives_by_every_route(name: str) -> None:
     assert red(FORCED[name], "arguments") == []
 

@@ -187,8 +187,7 @@ def test_the_other_checks_of_the_gate_pass(name: str, check: str) -> None:
 
 
 @pytest.mark.bank
-@pytest.mark.parametrize("name", JUDGED)
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("name", "dtype"), list(zip(JUDGED, ["bf16", "f16"], strict=True)))
 def test_what_several_devices_find_for_a_key_is_added_up_in_f32(name: str, dtype: str) -> None:
     assert red(JUDGED[name], f"train/{dtype}/B1.T128.S512.N8.K1.H64.V64/full/normal/s0", "ensemble") == []
 

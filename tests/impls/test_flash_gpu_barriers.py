@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import Causal, Full, Lengths, Mask, Window
@@ -270,7 +271,6 @@ TURNS = {
     "all": flash_gpu.Ring(ping_pong=True, persistent=True, early_copies=True, num_q_stages=2),
     "one tile of values": flash_gpu.Ring(ping_pong=True, persistent=True, early_copies=True, num_v_stages=1),
 }
-DAILY = {("both", "causal"), ("ping_pong", "no key of one"), ("all", "no key of one"), ("early", "full")}
 CALLS: dict[str, tuple[Mask, tuple[int, int], int]] = {
     "causal": (Causal(), (384, 384), 1),
     "window": (Window(95, 0), (384, 384), 1),
@@ -279,13 +279,15 @@ CALLS: dict[str, tuple[Mask, tuple[int, int], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("ring", "call"),
-    [
-        pytest.param(ring, call, marks=() if (ring, call) in DAILY else pytest.mark.long)
-        for ring, call in itertools.product(TURNS, CALLS)
-    ],
-)
+def pair(rings: Iterable[str]) -> list[ParameterSet]:
+    """Pair rings and calls: by day each ring with one call, not that of the ring before it; the rest at night."""
+    return [
+        pytest.param(ring, call, marks=[pytest.mark.nightly] * (number % len(CALLS) != place))
+        for (number, ring), (place, call) in itertools.product(enumerate(rings), enumerate(CALLS))
+    ]
+
+
+@pytest.mark.parametrize(("ring", "call"), pair(TURNS))
 def test_no_order_of_events_ends_in_waiting(ring: str, call: str) -> None:
     mask, lengths, batch = CALLS[call]
     found, arrivals = asked(mask, TURNS[ring], lengths, batch)
@@ -320,16 +322,9 @@ BACKWARD: dict[str, tuple[Kernel, int, flash_gpu.Ring]] = {
     "dkv": ("dkv", 64, flash_gpu.Ring()),
     "dkv_split": ("dkv", 256, flash_gpu.Ring()),
 }
-DAILY_BACKWARD = {("dq_early", "full"), ("dkv_split", "full")}
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        pytest.param(name, call, marks=() if (name, call) in DAILY_BACKWARD else pytest.mark.long)
-        for name, call in itertools.product(BACKWARD, CALLS)
-    ],
-)
+@pytest.mark.parametrize(("name", "call"), pair(BACKWARD))
 def test_no_order_of_events_of_a_backward_kernel_ends_in_waiting(name: str, call: str) -> None:
     kernel, depth, ring = BACKWARD[name]
     mask, lengths, batch = CALLS[call]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -63,9 +64,16 @@ def tracing_for(kind: str) -> Iterator[None]:
 
 
 def kernels(
-    kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int = 64, v_depth: int | None = None, **options: Any
+    kind: str,
+    mask: Mask = CAUSAL,
+    dtype: str = "bfloat16",
+    depth: int = 64,
+    v_depth: int | None = None,
+    *,
+    lowered: bool = False,
+    **options: Any,
 ) -> list[int]:
-    """Count the Mosaic and the Triton kernels of a gradient, lowered for a GPU of this kind."""
+    """Count the Mosaic and the Triton kernels of a gradient, traced or lowered for a GPU of this kind."""
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out = flash_gpu.attention(q, k, v, mask=mask, interpret=False, **options)
@@ -73,9 +81,14 @@ def kernels(
 
     sizes = ((4, depth), (2, depth), (2, v_depth or depth))
     shapes = [jax.ShapeDtypeStruct((2, 200, *size), dtype) for size in sizes]
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
     with tracing_for(kind):
+        if not lowered:
+            names = set(re.findall(r"name=flash_gpu_(\w+)", str(jax.make_jaxpr(gradients)(*shapes))))
+            mosaic = sum(name.startswith("mosaic_") for name in names)
+            return [mosaic, len(names) - mosaic]
         exported = jax.export.export(
-            jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
+            jax.jit(gradients),
             platforms=["cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (MOSAIC, TRITON)],
         )(*shapes)
@@ -92,7 +105,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sizes, "TABLE", (entry,))
 
 
-@pytest.mark.parametrize("depth", [pytest.param(64, marks=pytest.mark.long), 128])
+@pytest.mark.parametrize("depth", [64, 128])
 def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
     assert kernels("NVIDIA H100 PCIe", depth=depth) == [0, 3]
     assert kernels("NVIDIA H100 PCIe", depth=depth, backend="mosaic") == [3, 0]
@@ -100,7 +113,7 @@ def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "depth"),
-    [("NVIDIA H200", 64), pytest.param("NVIDIA H100 80GB HBM3", 128, marks=pytest.mark.long)],
+    [("NVIDIA H200", 64), ("NVIDIA H100 80GB HBM3", 128)],
 )
 def test_where_it_was_measured_it_is_the_default(kind: str, depth: int) -> None:
     assert kernels(kind, depth=depth) == [3, 0]
@@ -160,14 +173,17 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"mask": Lengths((40, 200))}, {"segment_ids": (np.zeros((2, 200), np.int32),) * 2, "soft_cap": 5.0}],
+    ("depths", "options"),
+    [
+        ((256, 256), {}),
+        ((192, 128), {"mask": Lengths((40, 200))}),
+        ((256, 256), {"segment_ids": (np.zeros((2, 200), np.int32),) * 2, "soft_cap": 5.0}),
+    ],
     ids=["causal", "lengths", "segments"],
 )
-@pytest.mark.parametrize("depths", [(256, 256), pytest.param((192, 128), marks=pytest.mark.long)], ids=str)
 def test_deep_heads_are_served_under_every_mask(depths: tuple[int, int], options: dict[str, Any]) -> None:
     """The table's rings are made to fit: with one tile of keys in flight where there are segment ids."""
-    found = kernels("NVIDIA H200", depth=depths[0], v_depth=depths[1], backend="mosaic", **options)
+    found = kernels("NVIDIA H200", depth=depths[0], v_depth=depths[1], backend="mosaic", lowered=True, **options)
     assert found == [3, 0]
 
 
@@ -238,7 +254,7 @@ def judged(case: Case) -> dict[str, Record]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at_depth", [128, 256])
+@pytest.mark.parametrize("at_depth", [128, pytest.param(256, marks=pytest.mark.nightly)])
 def test_it_is_right_in_the_interpreter_and_nothing_races(at_depth: int) -> None:
     supports = implementation_registry.find_implementation("flash_gpu_mosaic").supports
     (case,) = (case for case in select_interpreted_cases(0, supports, "gpu") if case.head_dim == at_depth)
@@ -348,15 +364,7 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         assert sorted(mine[full:]) == np.nonzero(kinds[0, 0, program] == 1)[0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("cuda", "mosaic"),
-    [
-        pytest.param(12060, 3, marks=pytest.mark.long),
-        (12080, 0),
-        (12090, 0),
-        pytest.param(13000, 3, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "mosaic"), [(12060, 3), (12080, 0), (12090, 0), (13000, 3)])
 @pytest.mark.usefixtures("_measured")
 def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
@@ -390,7 +398,8 @@ def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) ->
 def test_it_lowers_under_x64(ring: flash_gpu.Ring) -> None:
     sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_forward=ring)
     with jax.enable_x64(True):
-        found = kernels("NVIDIA H200", backend="mosaic", mask=Window(30, 3), soft_cap=5.0, block_sizes=sizes)
+        options: dict[str, Any] = {"mask": Window(30, 3), "soft_cap": 5.0, "block_sizes": sizes}
+        found = kernels("NVIDIA H200", backend="mosaic", lowered=True, **options)
     assert found == [3, 0]
 
 

@@ -67,13 +67,14 @@ WINDOWS = "decode/bf16/B4.T1.S500.N4.K1.H128.V128/own-l250-500-490-480-470/paged
         # A window that begins within a page, several queries of a sequence, and groups of 8.
         "prefill/f16/B2.T2.S300.N16.K2.H64.V64/own-l150-300-90/softcap30/sinks/paged8/normal/s0",
         pytest.param(
-            "prefill/bf16/B3.T20.S200.N4.K2.H64.V128/own-l70-200-40-1/paged64-q20-9-1/normal/s0", marks=pytest.mark.long
+            "prefill/bf16/B3.T20.S200.N4.K2.H64.V128/own-l70-200-40-1/paged64-q20-9-1/normal/s0",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
-            "decode/bf16/B2.T1.S300.N4.K1.H192.V128/own-linf-300-64/paged128/normal/s0", marks=pytest.mark.long
+            "decode/bf16/B2.T1.S300.N4.K1.H192.V128/own-linf-300-64/paged128/normal/s0", marks=pytest.mark.nightly
         ),
         pytest.param(
-            "decode/f16/B2.T1.S200.N72.K1.H64.V64/own-linf-200-5/scale0.3/shared32/normal/s0", marks=pytest.mark.long
+            "decode/f16/B2.T1.S200.N72.K1.H64.V64/own-linf-200-5/scale0.3/shared32/normal/s0", marks=pytest.mark.nightly
         ),
     ],
 )
@@ -88,7 +89,7 @@ def test_it_is_right_over_pages_and_nothing_races(case: str) -> None:
         "prefill/bf16/B2.T2.S300.N4.K2.H64.V64/own-linf-300-90/softcap30/kvfp8-tensor/paged64/normal/s0",
         pytest.param(
             "decode/f16/B1.T1.S300.N4.K1.H192.V128/own-linf-300/sinks/kvfp8-tensor/paged8/normal/s0",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -103,8 +104,8 @@ def test_it_is_right_over_quantised_pages_and_nothing_races(case: str) -> None:
         "decode/bf16/B3.T1.S1000.N16.K2.H128.V128/lengths-990-0-130/sinks/normal/s0",
         # More rows than one tile has, chunks, and a cache that is no multiple of the kernel's tiles.
         "prefill/f16/B1.T20.S200.N4.K1.H64.V64/chunked-50-o180/softcap30/normal/s0",
-        pytest.param("prefill/bf16/B2.T2.S264.N8.K2.H64.V192/own-l70-200-90/normal/s0", marks=pytest.mark.long),
-        pytest.param("decode/bf16/B1.T1.S520.N4.K1.H256.V256/window-l400-r0-o519/normal/s0", marks=pytest.mark.long),
+        pytest.param("prefill/bf16/B2.T2.S264.N8.K2.H64.V192/own-l70-200-90/normal/s0", marks=pytest.mark.nightly),
+        pytest.param("decode/bf16/B1.T1.S520.N4.K1.H256.V256/window-l400-r0-o519/normal/s0", marks=pytest.mark.nightly),
     ],
 )
 def test_it_is_right_over_a_padded_cache_and_nothing_races(case: str) -> None:

@@ -108,23 +108,20 @@ def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., A
     assert compute_plainness(case) <= compute_plainness(found.first)
 
 
-def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fickle(self: Runner, job: Job) -> list[records.Record]:
-        """Be wrong if one check runs, as while shrinking, and for lengths above 64."""
-        wrong = len(job.checks) == 1 or job.case.kv_length > 64
-        return [
-            records.Record(
-                implementation="it",
-                platform="cpu",
-                case=job.case.id,
-                check=check.name,
-                observable="out",
-                verdict=records.FAIL if wrong else records.PASS,
-            )
-            for check in job.checks
-        ]
+def judge_by(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[Job], bool]) -> None:
+    """Let a condition decide about each job, instead of calls of the kernel."""
 
-    monkeypatch.setattr(Runner, "judge", fickle)
+    def judge(self: Runner, job: Job) -> list[records.Record]:
+        verdict = records.FAIL if is_wrong(job) else records.PASS
+        fields = {"implementation": "it", "platform": "cpu", "case": job.case.id, "observable": "out"}
+        return [records.Record(**fields, check=check.name, verdict=verdict) for check in job.checks]
+
+    monkeypatch.setattr(Runner, "judge", judge)
+
+
+def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One check runs while a case shrinks.
+    judge_by(monkeypatch, lambda job: len(job.checks) == 1 or job.case.kv_length > 64)
     found = explore_kernel(compute_right, examples=40)
     assert found.failing is not None
     assert found.failing.kv_length <= 64
@@ -145,10 +142,10 @@ def test_most_seeds_find_it_in_eighty_cases(function: Callable[..., Any], monkey
 def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     heard: list[JudgedCase] = []
     implementation = build_implementation(compute_right, "right")
-    limits = Budget(seconds=None, examples=10, seed=0)
+    limits = Budget(seconds=None, examples=5, seed=0)
     found = explorer.explore(implementation, Settings(), limits, on_case=heard.append)
     assert found.failing is None
-    assert found.judged + found.unjudged == 10 == len({seen.case for seen in heard})
+    assert found.judged + found.unjudged == 5 == len({seen.case for seen in heard})
     assert not any(seen.shrinking for seen in heard)
     assert {record.verdict for record in found.records} <= {records.PASS, records.UNSUPPORTED, records.UNJUDGED}
     assert found.reached["f32"] >= 1
@@ -159,8 +156,8 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     assert "f32" in told
 
 
-@pytest.mark.long
-def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
+def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: job.case.kv_length % 192 == 0 and job.case.kv_length > 1000)
     found = explore_kernel(fail_for_long_thirds, examples=24, seed=9)
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
@@ -179,14 +176,16 @@ def test_without_code_numbers_such_lengths_are_not_drawn() -> None:
     assert "numbers in the code: none" in "\n".join(explorer.describe_exploration(found, 0))
 
 
-def test_what_the_grid_has_not_combined_is_counted() -> None:
+def test_what_the_grid_has_not_combined_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: False)
     found = explore_kernel(compute_right, examples=4)
     assert found.beyond > 0
     assert f"{found.beyond} pairs of properties" in "\n".join(explorer.describe_exploration(found, 0))
 
 
-@pytest.mark.long
-def test_the_same_seed_draws_the_same_cases() -> None:
+def test_the_same_seed_draws_the_same_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: False)
+
     def cases_of(seed: int) -> list[str]:
         return sorted({record.case for record in explore_kernel(compute_right, examples=5, seed=seed).records})
 
@@ -194,8 +193,8 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert cases_of(3) != cases_of(4)
 
 
-@pytest.mark.long
-def test_only_cases_that_match_are_drawn() -> None:
+def test_only_cases_that_match_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: False)
     found = explore_kernel(compute_right, examples=4, query="*/causal")
     assert found.judged
     assert all(matches_query("*/causal", record.case) for record in found.records)
@@ -247,8 +246,8 @@ def test_time_is_kept_while_drawing() -> None:
     assert found.failing is None
 
 
-@pytest.mark.long
 def test_time_is_kept_while_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: job.case.q_length != job.case.kv_length)
     monkeypatch.setattr(explorer, "_DEFAULT_SHRINK_SECONDS", 0.0)
     found = explore_kernel(lose_window_side, examples=60)
     assert found.failing == found.first is not None

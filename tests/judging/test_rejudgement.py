@@ -292,7 +292,8 @@ def all_in_input(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(z, axis=-1), v, precision="highest")
 
 
-@pytest.mark.long
+# It takes 40 s. By day one declaration explains a failure, and `tests.reports` names several that explain it together.
+@pytest.mark.nightly
 def test_declarations_that_explain_a_failure_together_are_named() -> None:
     found = judge(all_in_input, "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0", checks=("ensemble",))
     together = 'softmax="input", scaled_q=True, group_sums="input"'

@@ -13,12 +13,15 @@ from impls.contract.implementation import Implementation
 from reports.records import ERROR
 from tests.bank import PlantedBug
 from tests.bank.examination import iter_red_records, shows_as_declared
-from tests.planted.bank import SEEN
+from tests.planted.bank import BANK, SEEN
 from tests.planted.computing.splash_tpu import BUGS
 from tests.planted.planting.source_change import Change, changed
+from tests.sensitivity.nightly_bugs import sample_by_kind
 
 # Only the TPU interpreter simulates cores and asynchronous copies.
 _NEED_TPU_INTERPRETER = {"splash-steps-declared-parallel", "splash-fused-dq-read-before-it-is-there"}
+# `test_bank` judges the others by day, by the same checks.
+_AT_NIGHT = {parameter.id for parameter in sample_by_kind(BANK) if pytest.mark.nightly in parameter.marks}
 
 
 def kernel(implementation: Implementation) -> Callable[..., Any]:
@@ -36,7 +39,7 @@ def test_the_passage_that_a_bug_changes_is_there(bug: PlantedBug) -> None:
 
 @pytest.mark.bank
 @pytest.mark.parametrize(
-    "bug", [bug for bug in BUGS if bug.name not in _NEED_TPU_INTERPRETER], ids=lambda bug: bug.name
+    "bug", [bug for bug in BUGS if bug.name in _AT_NIGHT - _NEED_TPU_INTERPRETER], ids=lambda bug: bug.name
 )
 def test_interpret_mode_sees_it_too(bug: PlantedBug) -> None:
     seen = {check: detection for check, detection in SEEN.get(bug.name, {}).items() if check != "interpreter"}
