@@ -35,7 +35,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return the value of a call that writes pages, if it is `out`, any residuals, and the pages. Raises `WrongReturn`."""
+    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`."""
     arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
     fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
     fits = fits and all(_is_array(returned[n]) for n in arrays)
