@@ -170,7 +170,8 @@ def test_a_kernel_with_sandbox_is_not_loaded_by_pytest(repository: Repository) -
     )
     (repository.path / "test_mine.py").write_text(
         "from conformance.testing import conformance_tests\n"
-        "test_it = conformance_tests('kernel:attention', sandbox=True, cases='train/f32/*.T1.*.H64.*', checks='forward')\n"
+        "few = dict(cases='train/f32/*.T1.*.H64.*', checks='forward')\n"
+        "test_it = conformance_tests('kernel:attention', sandbox=True, **few)\n"
     )
     result = run_tests(repository)
     assert result.ret == 0, result.stdout.str()
