@@ -171,14 +171,7 @@ def plan_problem(
 def plan_case(
     implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, turn: Rotation = FULL_ROTATION
 ) -> Plan:
-    """Plan one case: the checks of the grid, or the checks of refusals if the case is not supported.
-
-    Checks with cases of their own are run too if this is one of their cases, or if `checks` names them and they accept
-    any case.
-
-    Args:
-      turn: the rotation, which names the costly questions that checks ask of the case.
-    """
+    """Plan a case: checks of the grid, of scopes that contain it or that `checks` name, or of refusals."""
     chosen = tuple(checks)
     supported = implementation.supports(case) is None
     are_named = len(chosen) < len(CHECKS)

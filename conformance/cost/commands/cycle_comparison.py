@@ -107,10 +107,7 @@ def _find_best(
     told: CompileCall,
     on_step: Callable[[str], None],
 ) -> list[Estimate]:
-    """Return for each knob the estimate of the candidate with the fewest cycles, for one TPU generation.
-
-    Without knobs, return one estimate of the whole implementation. An estimate without cycles contains the reason.
-    """
+    """Return each knob's estimate of fewest cycles, or the whole implementation's; else it has the reason."""
     on_step(f"compiling {implementation.name} for {target.name}, {case.id}")
     if not knobs or implementation.tunable is None:
         return [_estimate_fixed(told(Executor(implementation), native_compilation.build_problem(case), target))]
