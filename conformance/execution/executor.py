@@ -351,8 +351,9 @@ def _rebuild_mask(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
     return mask
 
 
-# Masks are pytrees, so that they can be arguments of traced functions: the fields in `traced` are children.
-for _kind in dict.fromkeys([*(kind.type for kind in KINDS), And, Or]):
+# Masks are pytrees, so that they can be arguments of traced functions. The fields in `traced` are their children.
+_KINDS: dict[type[Mask], None] = dict.fromkeys([*(kind.type for kind in KINDS), And, Or])
+for _kind in _KINDS:
     if _kind.traced:
         jax.tree_util.register_pytree_node(
             _kind,
