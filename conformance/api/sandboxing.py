@@ -54,13 +54,9 @@ from impls.contract.declarations import redeclare
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFunction:
-    """The files from which a sandboxed process loads a function.
+    """The files from which a sandboxed process loads a function."""
 
-    Attributes:
-      name: of the function, as `--impl` takes it.
-    """
-
-    name: str
+    name: str  # of the function, as `--impl` takes it
     readable: tuple[str, ...]
 
 

@@ -19,14 +19,10 @@ from reports.printable_text import make_printable
 
 @dataclasses.dataclass(frozen=True)
 class JudgedSubject:
-    """An implementation to judge, and how reports and code name it.
-
-    Attributes:
-      expression: how code in the caller's namespace names what was passed.
-    """
+    """An implementation to judge, and how reports and code name it."""
 
     implementation: Implementation
-    expression: str
+    expression: str  # how code in the caller's namespace names what was passed
     is_sandboxed: bool
 
 

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import OPT_IN
+from cases.mask_spec import KINDS
+from cases.masks import And, Mask, Or
 from cases.operand_registry import GRADIENT_OF, OPERANDS
 from cases.operand_values import Cotangent, Problem
 from conformance import environment
-from conformance.execution import mask_pytrees as mask_pytrees  # registers masks with JAX
 from conformance.execution import returned_values, stored_calls
 from conformance.execution.common_subexpressions import eliminate_common_subexpressions
 from impls.contract.implementation import Implementation
@@ -340,3 +341,24 @@ def _rename_gradients(gradients: Arrays) -> dict[str, Any]:
 
 def _copy_to_host(values: Arrays) -> Values:
     return {name: np.asarray(x) for name, x in jax.device_get(dict(values)).items()}
+
+
+def _rebuild_mask(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
+    """Rebuild a mask from its children, without validation: JAX may pass any object in place of an array."""
+    mask = object.__new__(kind)
+    for name, child in zip(kind.traced, children, strict=True):
+        object.__setattr__(mask, name, child)
+    return mask
+
+
+# Masks are pytrees, so that they can be arguments of traced functions. The fields in `traced` are their children.
+_KINDS: dict[type[Mask], None] = dict.fromkeys([*(kind.type for kind in KINDS), And, Or])
+for _kind in _KINDS:
+    if _kind.traced:
+        jax.tree_util.register_pytree_node(
+            _kind,
+            lambda mask: (tuple(getattr(mask, name) for name in mask.traced), None),
+            functools.partial(_rebuild_mask, _kind),
+        )
+    else:
+        jax.tree_util.register_pytree_node(_kind, lambda mask: ((), mask), lambda mask, _: mask)

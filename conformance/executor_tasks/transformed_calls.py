@@ -158,11 +158,7 @@ def run_shared_gradients(
 
 
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
-    """Return the first problem's gradients outside `jit`, from the second call of its pullback.
-
-    Earlier calls get the other cotangent, `dos[1]`: a call of the other problem's pullback, then the first call of this
-    one.
-    """
+    """Return the first problem's gradients outside `jit`, by its pullback's second call; earlier ones get `dos[1]`."""
     for problem in reversed(problems):
         plain, host_arrays = executor.bind(problem)
         arrays = jax.tree.map(jnp.asarray, host_arrays)

@@ -155,11 +155,7 @@ class KernelProcess:
         return self._with_default_flags
 
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
-        """Return another process of the same kernel, under the same XLA flags unless others are given.
-
-        The process reads no programs of earlier runs. To the kernel, all such processes look the same, except for
-        XLA's flags.
-        """
+        """Return another, equal process of the kernel without earlier programs, under the same or given flags."""
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
         other = KernelProcess(*arguments, flags, self._sandbox, reads_cache=False)

@@ -25,16 +25,13 @@ ParameterSettings = Mapping[str, Setting]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kernel moves to and from HBM in addition to the blocks of its block specs.
+    """Bytes that a kernel moves to and from HBM in addition to the blocks of its block specs."""
 
-    Attributes:
-      within: bytes of copies that overlap with the kernel's computation. They count towards the memory time of the
-        call, which is a lower limit of its time.
-      beside: bytes that are moved before or after the call, or in copies that the kernel waits for. Their time is added
-        to the time of the call.
-    """
-
+    # Bytes of copies that overlap with the kernel's computation. They count towards the memory time of the call, which
+    # is a lower limit of its time.
     within: int = 0
+    # Bytes that are moved before or after the call, or in copies that the kernel waits for. Their time is added to the
+    # time of the call.
     beside: int = 0
 
 

@@ -312,10 +312,7 @@ def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start:
 def _compute_logits(
     plan: MobaPlan, q: Array, k: Array, first: Scalar, last: Array | None
 ) -> tuple[Array, Array | None]:
-    """Compute the logits z in units of log 2, `[r, size]`, and the derivative of the soft cap.
-
-    These are equations (1) to (3) of `impls.moba.moba_blocks`. If `last` is None, no logit is masked.
-    """
+    """Compute z, (1) to (3) of `moba_blocks`, in log 2 `[r, size]`, masked by `last`, and the cap's derivative."""
     x = _multiply(plan, q, k, (1, 1))
     slope = None
     if plan.soft_cap is None:

@@ -13,7 +13,7 @@ import pytest
 from cases.case_id import parse_case_id
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, relax_to_known
 from cases.operand_values import Problem, draw_cotangent, draw_problem
-from conformance.execution import mask_pytrees  # noqa: F401  registers masks with JAX
+from conformance.execution import executor  # noqa: F401  registers masks with JAX
 from conformance.truth.rounding_bounds import compute_expectation
 from impls import block_flash, dot_product, splash_tpu
 from impls.contract.implementation import Implementation, structured_mask
