@@ -143,7 +143,10 @@ class Case(CaseFields):
         return tuple(found)
 
     def _list_sides(self) -> tuple[str, ...]:
-        """Return the mask features of a case with stored operands: only the window around a query's position counts."""
+        """Return the mask features of a case with stored operands, without those of key lengths.
+
+        Each stored sequence has a length of its own anyway. So only the window around a query's position counts.
+        """
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         seen = find_sides(mask, self.q_length, self.kv_length)
         if seen is None:

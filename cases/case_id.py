@@ -17,11 +17,7 @@ _LONGEST = 4000  # most characters of an id; Python refuses to parse integers of
 
 
 def parse_case_id(text: str) -> Case:
-    """Parse a case id.
-
-    Raises:
-      CaseIdError: naming the component that is wrong.
-    """
+    """Parse a case id. Raises `CaseIdError` naming the component that is wrong."""
     if len(text) > _LONGEST:
         raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
     components = text.strip().split("/")

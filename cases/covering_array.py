@@ -73,7 +73,10 @@ def build_rows(
 def _build_bases(
     sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
 ) -> list[Partial]:
-    """Build rows, those of `start` among them, that cover all combinations of the other axes; the cheap one is open."""
+    """Build rows that cover all combinations of the other axes, with the cheap axis left open.
+
+    The rows of `start` are among them, with their cheap axis open.
+    """
 
     def insert_open_axis(partial: Partial) -> Partial:
         """Insert the open cheap axis into a row of the other axes."""
@@ -154,7 +157,11 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 
 
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
-    """Count the feasible combinations, those in a complete row, that `rows` contain."""
+    """Count the feasible combinations that `rows` contain.
+
+    A combination counts as feasible only if some complete row contains it. Its levels may be allowed together and yet
+    leave no level allowed for another axis.
+    """
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)
     possible = [c for c in wanted if c in present or _complete(c, sizes, strength, {}, feasible) is not None]
@@ -191,7 +198,10 @@ def _drop_open_axes(row: Partial) -> Row:
 def _complete(
     seed: Tuple, sizes: Sequence[int], strength: int, missing: dict[Tuple, None], feasible: Feasible
 ) -> Row | None:
-    """Complete `seed` to a full row that greedily covers `missing`, larger axes first; None if no row contains it."""
+    """Complete `seed` to a full row that greedily covers `missing`, or return None if no full row contains it.
+
+    Larger axes are assigned first.
+    """
     order = sorted((a for a in range(len(sizes)) if a not in dict(seed)), key=lambda a: (-sizes[a], a))
     return _extend(_assign_levels(seed, len(sizes)), order, sizes, strength, missing, feasible)
 

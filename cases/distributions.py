@@ -79,7 +79,10 @@ def lower_logits(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -
 
 
 def move_logits_apart(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Raise or lower the logits of every second stretch of keys by a jump, so that a running maximum jumps too."""
+    """Raise or lower the logits of every second stretch of keys by one of `_JUMPS`, which queries take in turn.
+
+    The running maximum of a kernel that visits keys in order jumps several times, or falls far behind.
+    """
     turns = np.arange(case.q_length)[:, None] + np.arange(case.num_q_heads)
     jump = np.take(_JUMPS, turns, mode="wrap")  # [T, N]
     stretch = np.arange(case.kv_length) * _STRETCHES // case.kv_length
@@ -89,14 +92,20 @@ def move_logits_apart(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: flo
 
 
 def make_heavy_tailed(case: CaseFields, name: str, x: np.ndarray) -> np.ndarray:
-    """Multiply each value by 1 half the time, then ever more rarely by 2, 4 and 8, as in trained models."""
+    """Multiply each value by a power of two: 1 half the time, then ever more rarely 2, 4 and 8.
+
+    Activations of trained models have such tails.
+    """
     draws = draw_integers(case.seed, f"{name}-tail", x.shape, 64)
     exponent = (draws >= 32).astype(int) + (draws >= 52) + (draws >= 62)
     return x * 2.0 ** (exponent - 1)
 
 
 def add_dominant_keys(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Make three keys dominate most rows, the strongest last, so that a running maximum keeps rising."""
+    """Make three keys dominate most rows: they get most of the softmax's weight.
+
+    The strongest key is last, so that a running maximum keeps rising.
+    """
     direction = _draw_direction(case, "direction", case.head_dim)
     q += direction
     for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):
@@ -141,7 +150,10 @@ def oppose_values(
 
 
 def write_values_into_keys(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Make values the first coordinates of the keys, as in latents; those of queries become small."""
+    """Make values the first coordinates of the keys, as latents hold them, and make these coordinates of queries small.
+
+    So the pattern of the values hardly changes the logits.
+    """
     depth = v.shape[-1]
     q[..., :depth] *= _TIED_SHARE
     k[..., :depth] = v

@@ -65,7 +65,11 @@ class Raw:
 
 
 def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
-    """Parse a front end's name into its steps. Raises `ValueError` for steps that are wrong or do not fit."""
+    """Parse the name of a front end, such as `rms-half-temperature`, into its steps.
+
+    Raises:
+      ValueError: if a step is unknown, repeated or does not fit the depths.
+    """
     steps = tuple(text.split("-"))
     for step in steps:
         if step not in STEPS:
@@ -84,7 +88,10 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 
 
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute positions `[3, T]` and `[3, S]`, int32: the place in the sequence, and row and column of a patch."""
+    """Compute the position streams of queries and keys, int32 `[3, T]` and `[3, S]`.
+
+    The streams are the place in the sequence, and row and column as if tokens were patches of an image.
+    """
 
     def compute_streams(start: int, length: int) -> np.ndarray:
         """Compute the three streams of `length` positions."""

@@ -38,7 +38,10 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The inputs of every mask: the whole spec, for messages, the sizes of the case, and the seed of random masks."""
+    """The inputs of every mask: the whole spec, the sizes of the case, and the seed of random masks.
+
+    Error messages quote the spec.
+    """
 
     spec: str
     batch: int
@@ -270,7 +273,11 @@ OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
 
 
 def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
-    """Parse a spec into an `or` of `and`s of terms `(kind, arguments)`. Raises `ValueError`, naming a wrong term."""
+    """Parse a spec into terms `((kind, arguments), ...)`, joined by `and` inside and by `or` outside.
+
+    Raises:
+      ValueError: if a term is not a mask; the message names the term.
+    """
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
 
@@ -295,7 +302,10 @@ def list_mask_features(spec: str) -> list[str]:
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
-    """Return the spec of the mask's rows from query `start` on; that of a random mask for a mask with `_or_`."""
+    """Return the spec of the mask's rows from query `start` on.
+
+    No spec describes these rows of a mask with `_or_`, so the spec of a random mask is returned instead.
+    """
     if "_or_" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
@@ -314,7 +324,10 @@ def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length
 
 
 def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
-    """Draw random booleans; the first key and one key in nine are hidden, and one query in seven sees nothing."""
+    """Draw random booleans.
+
+    The first key and one key in nine are hidden from all queries. One query in seven sees nothing.
+    """
     if not 0 < percent <= 100:
         raise ValueError(f"the percentage of allowed pairs must be in 1..100, got {percent}")
     array = counter_rng.draw_integers(seed, "mask", shape, 100) < percent

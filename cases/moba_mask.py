@@ -125,7 +125,11 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
 
 
 def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose among the earlier chunks, booleans `[T, C]`; also return whether no rounding can change it, `[T]`."""
+    """Choose among the earlier chunks for each query of one head.
+
+    Returns:
+      booleans `[T, C]`, true for chosen chunks; booleans `[T]`, true for queries whose choice no rounding can change.
+    """
     pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
     same = _find_first_equal_chunk(pieces)
     means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]

@@ -43,7 +43,15 @@ def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
 
 
 def validate_positive_number(name: str, x: Any, *, none: str) -> None:
-    """Raise `TypeError` or `ValueError` unless `x` is positive, finite and not traced; None means `none`."""
+    """Raise unless `x` is a positive, finite number that is known before tracing.
+
+    Args:
+      none: what None means for this operand; messages say it.
+
+    Raises:
+      TypeError: if `x` is not a number, or is a traced one.
+      ValueError: if `x` is not positive, or not finite.
+    """
     try:
         number = None if isinstance(x, str | bool) else float(x)
     except (TypeError, ValueError):  # JAX raises one of these for a traced number

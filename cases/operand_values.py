@@ -80,7 +80,10 @@ class Problem(CallOperands):
         return dataclasses.replace(self, **changed)
 
     def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
-        """Replace each operand that varies along the axis `letter` by `change(array, axis)`; the mask stays."""
+        """Replace each array that varies along the axis `letter` by `change(array, axis)`.
+
+        Only operands change (`cases.operand_registry`). The mask stays as it is.
+        """
         changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
 
@@ -148,7 +151,10 @@ def _draw_storage(case: Case) -> Storage | None:
 
 
 def build_hollow_problem(case: Case) -> Problem:
-    """Build the problem of a case with stored operands, its values zeros without memory, not drawn."""
+    """Build the problem of a case with stored operands without drawing values.
+
+    Floating-point values are zeros, which take no memory. The mask and the storage layout are those of the case.
+    """
 
     def make_zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)

@@ -57,7 +57,11 @@ def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def compute_half_steps(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Compute quantisation's largest error in float64: half a scale, or for fp8 half the spacing above times it."""
+    """Compute the largest rounding error of quantisation, in float64.
+
+    It is half a scale for integers. For fp8 it is the scale times half the spacing of fp8 numbers just above the stored
+    number.
+    """
     scale = scales.astype(np.float64)[..., None]
     if stored.dtype != STORED["fp8"]:
         return np.broadcast_to(scale / 2, stored.shape)

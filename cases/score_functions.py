@@ -56,7 +56,10 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative(Score):
-    """A bias that depends on how far the key is behind the query, up to `reach` (Raffel et al., arXiv:1910.10683)."""
+    """A bias that depends on how far the key is behind the query, constant from `reach` on.
+
+    Source: Raffel et al., arXiv:1910.10683.
+    """
 
     reach: int
 
@@ -109,7 +112,14 @@ class ThenCapped:
 
 
 def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, spread: float) -> Score:
-    """Build a score function of `LEVELS` that matters for logits of this spread. Raises `ValueError` for others."""
+    """Build the score function that a case id names, large enough to matter for logits of the given spread.
+
+    Args:
+      level: name of the score function, one of `LEVELS`.
+
+    Raises:
+      ValueError: if there is no such score function.
+    """
     longest, size = max(q_length, kv_length), max(1.0, spread / 2)
     score: Score
     if level == "score-relative":

@@ -96,13 +96,19 @@ def _format_window(shape: Shape) -> str:
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return the spec of a causal mask and a window, which in training align the first query with the first key."""
+    """Return the spec of a causal mask combined with a window.
+
+    In training, both align the first query with the first key. Otherwise they align the last query with the last key.
+    """
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 
 
 def _format_lengths(shape: Shape) -> str:
-    """Return a mask term with a key length per batch row: after a block border, at one, all keys, one and none."""
+    """Return a mask term with one key length per batch row, in this order as far as there are rows.
+
+    The lengths are: one that ends just after a block border, one at a border, all keys, one key and no key.
+    """
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
     return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
 
@@ -151,7 +157,10 @@ def _resolve_stand_in(shape: Shape) -> Shape:
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether one case may have all the levels chosen so far, and is worth the cost."""
+    """Return whether one case may have all these levels; axes that are not chosen yet are missing.
+
+    Levels are incompatible if they contradict each other, or if testing them together is not worth the cost.
+    """
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated

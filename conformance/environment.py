@@ -135,7 +135,10 @@ def find_schedule_folder() -> Path | None:
 
 
 def _remove_abandoned_folders(home: Path) -> None:
-    """Remove this user's schedule folders in `home` whose process, or any of the same id, is gone."""
+    """Remove this user's schedule folders in `home` that killed processes have left behind.
+
+    A folder stays while a process with the id in its name is alive, even if that is another process with the same id.
+    """
     for folder in home.glob(f"{_SCHEDULE_FOLDER_PREFIX}*"):
         number = _SCHEDULE_FOLDER_NAME.fullmatch(folder.name)
         try:
@@ -203,7 +206,10 @@ def build_default_options() -> dict[str, bool | int]:
 
 
 def build_fast_options() -> dict[str, bool | int]:
-    """Return compiler options for `_FAST_COMPILE` in a process whose XLA flags are read; empty on accelerators."""
+    """Return compiler options that make compiling fast in a process whose XLA flags do not; empty on accelerators.
+
+    They stand for the flags of `_FAST_COMPILE`, which XLA reads only once, when the first backend starts.
+    """
     import jax  # imported late: `prepare_environment` must run first
 
     flags = os.environ.get("XLA_FLAGS", "")
@@ -219,7 +225,13 @@ def build_default_flags() -> str:
 
 
 def start_backends(flags: str | None) -> None:
-    """Start JAX's backends under XLA flags, None for the environment's; XLA reads `XLA_FLAGS` only then."""
+    """Start JAX's backends under these XLA flags, then restore the variable `XLA_FLAGS`.
+
+    XLA reads `XLA_FLAGS` once, when the first backend starts. Restoring the variable later does not change XLA's flags.
+
+    Args:
+      flags: the value of `XLA_FLAGS` that XLA reads; None for the one in the environment.
+    """
     import jax  # imported late: `prepare_environment` must run first
 
     shown = os.environ.get("XLA_FLAGS")

@@ -93,7 +93,11 @@ def record_signals() -> Iterator[None]:
 
 
 def set_early_exit(leave: Callable[[], None] | None) -> None:
-    """Make a stop signal outside `raise_on_signal` call `leave` and end a process that still loads; None records it."""
+    """Make a stop signal outside `raise_on_signal` call `leave` and end the process; None makes it only record.
+
+    This is for a process that still loads its modules. Loading takes seconds, an exception must not interrupt it, and
+    there are no results to write yet.
+    """
     _state.leave = leave
     if leave is not None and _state.received:
         leave()
@@ -111,7 +115,10 @@ class _Raising:
 
 
 class raise_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case, like those of contextlib
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives; `raise_if_stopped` raises earlier ones."""
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives.
+
+    If a signal arrived before the block, `raise_if_stopped` raises it.
+    """
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,7 +138,10 @@ class end_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case,
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Delay `KeyboardInterrupt` to the end of the block, which should be short, and is never interrupted."""
+    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted.
+
+    A signal that arrived before the block has had its effect, and raises nothing at the end.
+    """
     if not _is_main_thread():
         yield
         return

@@ -49,7 +49,10 @@ def run_in_server(arguments: Sequence[str]) -> int | None:
 
 
 def _wait(process: ForkedProcess, found: FoundServer) -> int | None:
-    """Wait, passing on stop signals, and return the process's exit code; None if it never began."""
+    """Wait for the process, pass on stop signals, and return its exit code; None if it has never begun.
+
+    The server may end before. A command that has begun goes on in its process.
+    """
     passed_on = has_ended = False
     while (code := process.wait(_POLL_SECONDS)) is None:
         if not passed_on and (received := interrupts.get_received_signal()) is not None:

@@ -19,7 +19,10 @@ _IMPORT_TIME = time.time()  # processes that the fork server forks inherit this 
 
 
 def find_folder() -> Path | None:
-    """Return the folder where the server keeps data; None without a server, and after its end, which removes it."""
+    """Return the folder in which the server keeps data; None for a command that runs in no server.
+
+    None also after the end of the server, which removes the folder. Another user may then create one of the same name.
+    """
     named = os.environ.get(FOLDER_VARIABLE)
     with contextlib.suppress(OSError):
         if named and os.lstat(named).st_uid == os.getuid():

@@ -23,7 +23,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TemporaryFolder:
-    """A temporary folder, locked while the descriptor `lock` or a duplicate in another process is open."""
+    """A temporary folder that this process has locked."""
 
     def __init__(self, purpose: str) -> None:
         """Create and lock the folder, and remove folders that killed processes have left."""
@@ -38,7 +38,10 @@ class TemporaryFolder:
                 os.close(self.lock)
 
     def remove(self) -> None:
-        """Remove the folder under another name, so that nothing is created in it, and warn about remains."""
+        """Remove the folder with all that is in it, and warn about entries that cannot be removed.
+
+        The folder gets another name first, so that no process creates entries while it is emptied.
+        """
         renamed = f"{self.path.removesuffix(_SUFFIX)}-removed{_SUFFIX}"
         with contextlib.suppress(OSError):
             os.rename(self.path, renamed)
@@ -120,7 +123,11 @@ def report_remains(remains: list[str]) -> None:
 
 
 def _remove_abandoned_folder(path: str) -> None:
-    """Lock and remove a folder unless it is locked; a process that waits for the lock then sees that it is gone."""
+    """Remove a folder unless a process has locked it.
+
+    This process holds the lock meanwhile. So a process that has just created the folder, and waits for the lock, then
+    notices that the folder is gone.
+    """
     with _closing(_open_folder(path, None)) as lock, contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         report_remains(remove_folder(path))

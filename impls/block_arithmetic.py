@@ -28,7 +28,10 @@ def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def convert_sinks(sinks: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Convert sinks to units of log 2, up to the largest float32, which takes all the weight as they do."""
+    """Convert sinks to units of log 2. The largest would overflow, so they stop at the largest float32.
+
+    Such a sink takes all the weight either way.
+    """
     return jnp.minimum(sinks * jnp.float32(LOG2_E), np.finfo(np.float32).max)
 
 
@@ -65,7 +68,10 @@ def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
 def compute_dsinks(
     sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
 ) -> Float[Array, " N"] | None:
-    """Compute (17) of `impls/__init__.py` from `D - dlse`; `shift` is `logsumexp`, any number in empty rows."""
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, equation (17) of `impls/__init__.py`.
+
+    `shift` is `logsumexp`, replaced by any number where a query attends to nothing.
+    """
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)

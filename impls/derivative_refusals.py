@@ -14,7 +14,11 @@ from jax.custom_derivatives import linear_call
 
 
 def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """Compute `function(*operands)` of a `custom_vjp` pass. Raises `NotImplementedError` if it is differentiated."""
+    """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated.
+
+    Args:
+      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
+    """
 
     @jax.custom_jvp
     def run(*operands: Any) -> Any:

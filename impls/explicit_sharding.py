@@ -22,7 +22,10 @@ _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "le
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:
-    """Wrap an attention function, of arrays `[B, T, N, .]` and residuals `[B, N, T]`, for meshes of explicit axes."""
+    """Wrap an attention function with the contract's arguments to accept operands on meshes with explicit axes.
+
+    The call must return a tree of arrays `[B, T, N, .]` and residuals `[B, N, T]`.
+    """
 
     @functools.wraps(call)
     def wrapped(q: Any, k: Any, v: Any, **options: Any) -> Any:

@@ -43,7 +43,11 @@ class Normalised(NamedTuple):
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """Merge parts of attention over disjoint keys, of shapes that broadcast. Raises `ValueError` without parts."""
+    """Merge parts of attention over disjoint sets of keys. Their shapes must broadcast against each other.
+
+    Raises:
+      ValueError: there are no parts.
+    """
     if not parts:
         raise ValueError("parts must hold at least one part, got none")
     stacked = (jnp.stack(jnp.broadcast_arrays(*arrays)) for arrays in zip(*parts, strict=True))
@@ -65,7 +69,10 @@ def merge_axis(parts: Part, axis: int) -> Part:
 
 
 def build_sink_part(sinks: jax.Array) -> Part:
-    """Build a part from sinks `[N]`, -inf for no key, one logit each and no value, against `[B, T, N, .]`."""
+    """Build a part from sinks `[N]`: one logit each and no value. It broadcasts against parts `[B, T, N, .]`.
+
+    A sink of -inf counts as no key.
+    """
     logits = sinks.astype(jnp.float32)[:, None]
     is_finite = logits != -jnp.inf
     pivot = lax.stop_gradient(jnp.where(is_finite, logits, 0.0))
@@ -82,7 +89,11 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """Merge normalised parts over disjoint keys; `out` is f32. Raises `ValueError` without parts."""
+    """Merge normalised parts of attention over disjoint sets of keys; `out` is f32.
+
+    Raises:
+      ValueError: there are no parts.
+    """
     return normalise(merge([_restore_sum(part) for part in parts]))
 
 

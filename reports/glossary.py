@@ -82,7 +82,10 @@ class Entry:
 
     @property
     def meaning_id(self) -> str:
-        """The id of a hidden copy of the meaning for screen readers, which do not read folded sections."""
+        """The id of a hidden copy of the meaning, which describes the word to screen readers.
+
+        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
+        """
         return f"meaning-{self.anchor}"
 
 
@@ -117,7 +120,10 @@ def _slugify(word: str) -> str:
 
 
 def mark_terms(text: str, glossary: Glossary) -> Markup:
-    """Link each term, but not by the tab key, at its first place in a text, and escape the rest."""
+    """Link each of the known terms at its first place in a text, and escape all the rest.
+
+    The tab key passes over these links, since the same terms are linked above the findings.
+    """
     seen: set[str] = set()
     parts = []
     for part in _TERM.split(text):
@@ -133,7 +139,10 @@ def mark_terms(text: str, glossary: Glossary) -> Markup:
 
 @functools.cache
 def find_site() -> str:
-    """Return the site's address with a final slash, the installed package's `Documentation`; empty if none."""
+    """Return the address of the site, ending in a slash; empty if the package states none.
+
+    It is the `Documentation` of `project.urls` in `pyproject.toml`, as the installed package has it.
+    """
     try:
         urls = importlib.metadata.metadata(_PACKAGE).get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:

@@ -53,7 +53,10 @@ def format_newest(rows: Sequence[RowResult]) -> str:
 
 
 def format_versions(rows: Sequence[RowResult]) -> str:
-    """Format functions' verdicts in all versions, equal ones in a line, if several versions were judged."""
+    """Format the verdict on each function in all versions, for the libraries of which several were judged.
+
+    Versions of the same result share a line.
+    """
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for library in dict.fromkeys(row.library for row in rows):
         judged = [row for row in rows if row.library == library and row.functions]

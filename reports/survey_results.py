@@ -248,11 +248,7 @@ def read_results(path: Path) -> list[RowResult]:
 
 
 def parse_results(data: Mapping[str, Any]) -> list[RowResult]:
-    """Parse what `to_plain_data` returns.
-
-    Raises:
-      ValueError: if the data has another schema.
-    """
+    """Parse what `to_plain_data` returns. Raises `ValueError` if the data has another schema."""
     if data.get("schema") != SCHEMA:
         raise ValueError(f"not a file of survey results: schema {data.get('schema')!r}, expected {SCHEMA!r}")
     return [_parse_row(row) for row in data["rows"]]

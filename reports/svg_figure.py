@@ -31,7 +31,10 @@ FLOOR, CEILING = 1e-5, 1e4
 
 
 def render_svg(draw: Callable[[], Figure], *, label: str) -> Markup:
-    """Render the figure that `draw` returns as inline SVG, always the same text, safe in a page."""
+    """Render the figure that `draw` returns as inline SVG.
+
+    The same figure always gives the same text. Matplotlib escapes the names in it, so that it is safe in a page.
+    """
     import matplotlib  # imported late: it takes as long as judging a small case, and few runs write a page
 
     # Names come from records: a dollar sign must not be read as mathematics, and an unusual letter must not warn.

@@ -81,7 +81,10 @@ def format_finding(text: FindingText) -> str:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print timings side by side, a table for each case and phase, rows in the order of a timing round."""
+    """Print the timings of implementations side by side, in a table for each case and phase.
+
+    Rows are in the order in which each timing round ran the implementations.
+    """
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
         title.append(panel.case, style="")

@@ -70,7 +70,11 @@ class Space:
 
 
 def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:
-    """Build the space of alternatives for cases of these phases. Raises `NothingToDraw` if none is supported."""
+    """Build the space of the alternatives that `supports` accepts, for cases of the given phases.
+
+    Raises:
+      NothingToDraw: no plain case is supported; the message has the reason for the plainest case.
+    """
     base = _find_base(supports, phases)
 
     def is_supported(**changes: Any) -> bool:

@@ -21,7 +21,10 @@ _FALLS = (6.0, 1.5)
 
 
 def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
-    """Draw falling slopes `[N]`, no powers of two, that leave the furthest key a visible weight."""
+    """Draw slopes `[N]` that fall from head to head and leave the furthest key a visible weight.
+
+    No slope is a power of two, so that its product with a distance rounds.
+    """
     heads = np.arange(case.num_q_heads) / case.num_q_heads
     falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (draw_normal(case.seed, "alibi", heads.shape) / 8)
     return (falls * max(1.0, spread / 2) / max(case.q_length, case.kv_length)).astype(np.float32)

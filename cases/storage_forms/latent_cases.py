@@ -38,7 +38,10 @@ _BLOCK = 16  # a usual block of keys
 
 @dataclasses.dataclass(frozen=True)
 class _Lengths:
-    """A level of the axis `lengths`: phase, B, T and S; in the model of sizes also heads `(N, K)`, depths `(H, V)`."""
+    """A level of the axis `lengths`: phase, B, T and S.
+
+    In the model of sizes, a level also has its own heads `(N, K)` and depths `(H, V)`; otherwise these are None.
+    """
 
     phase: str
     batch: int

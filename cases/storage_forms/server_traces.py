@@ -39,7 +39,10 @@ _MAX_QUERIES = 13  # the most queries that a request has in a step, and T of eac
 
 
 def build_traces(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Build the whole traces: for each form, cache format and window the first case that `supports` accepts."""
+    """Build the cases of whole traces.
+
+    For each storage form, format of the cache and window, there is one case: the first that `supports` accepts.
+    """
     found = []
     for form, cases in load_all_form_cases().items():
         for cache, left in itertools.product(cases.caches, cases.trace_windows):
@@ -69,7 +72,7 @@ def _build_case(form: str, left: str, size: int, seed: int, fields: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A call of a trace, with `(request, start, stop)` of the tokens whose results each request computes."""
+    """One step of a trace: a call."""
 
     problem: Problem
     queries: TraceStep
@@ -80,7 +83,11 @@ class Step:
 
 
 def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
-    """Yield the steps of a trace, given its case from `build_traces`; all steps have the same shapes."""
+    """Yield the steps of a trace; all steps have the same shapes.
+
+    Args:
+      case: the case of the whole trace, from `build_traces`.
+    """
     assert whole.storage is not None
     left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
     iter_layouts = load_form_cases(whole.storage.form).iter_trace_layouts

@@ -104,13 +104,21 @@ def compile_for(
 
 
 def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which JAX traces for one chip of `target`. Raises `NoCompiler` without a compiler."""
+    """Return a context in which JAX traces programs for one chip of `target`.
+
+    Raises:
+      NoCompiler: if this machine cannot compile for the target.
+    """
     return _trace_on_sharding(_build_sharding(target))
 
 
 @contextlib.contextmanager
 def _trace_on_sharding(sharding: NamedSharding) -> Iterator[None]:
-    """Make JAX trace for the chip of `sharding`, as an abstract mesh, without x64, under which kernels do not lower."""
+    """Make JAX trace for the chip of `sharding` within this context.
+
+    x64 is off, since kernels do not lower under x64. The chip is the abstract mesh, since some kernels read the device
+    kind from the mesh.
+    """
     with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         yield
 
@@ -225,7 +233,10 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 
 def format_first_line(error: BaseException) -> str:
-    """Format an exception as its type and first line, with the next after a colon; HLO instructions by name."""
+    """Format an exception as one line: its type and the first line of its message.
+
+    If that line ends in a colon, the next line is appended. HLO instructions are shortened to their names.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     words = ""
     for line in lines:

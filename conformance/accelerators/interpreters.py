@@ -65,7 +65,11 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
 
 @contextlib.contextmanager
 def capture_races() -> Iterator[list[str]]:
-    """Collect the races in this context, a line each, once it ends; the interpreters are reset before and after."""
+    """Collect the races that occur within this context, one line for each race.
+
+    The list is filled when the context ends. The interpreters are reset before and after, since a kernel that raises
+    leaves its state behind.
+    """
     found: list[str] = []
     printed = io.StringIO()
     _reset_interpreters()
@@ -98,7 +102,10 @@ def _build_race_handler(stream: io.StringIO) -> logging.Handler:
 
 @contextlib.contextmanager
 def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
-    """Send a logger's messages to `handler` alone within this context; None is the root logger."""
+    """Send a logger's messages to `handler`, and not to parent loggers, within this context.
+
+    The name None stands for the root logger.
+    """
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -129,7 +136,10 @@ def _load_tpu() -> Any:
 
 
 def _reset_interpreters() -> None:
-    """Reset the interpreters and discard a failed kernel's pending effects, whose error JAX would raise again."""
+    """Reset the interpreters' state, and discard the pending effects of a failed kernel.
+
+    Otherwise JAX would raise the failed kernel's error again.
+    """
     _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()

@@ -57,7 +57,7 @@ class Toolchain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A chip to compile for, with further arguments of `jax.experimental.topologies.get_topology_desc`."""
+    """A chip to compile for."""
 
     name: str
     toolchain: Toolchain

@@ -63,7 +63,10 @@ class ImplementationGrids:
 
     @property
     def declined(self) -> tuple[Case, ...]:
-        """Cases that the implementation must refuse: for each unsupported level, and operand with own cases."""
+        """Cases that the implementation must refuse: one for each unsupported level and operand.
+
+        The levels are those of the grids of features and of sizes. The operands are those with their own cases.
+        """
         plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
         declined = [case for grid in (self.grid, self.sizes) for case in grid.declined]
         for operand in WITH_OWN_CASES:
@@ -117,7 +120,10 @@ def _build_scope(
 
 
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List the supported cases of all grids; above `quick` also very long sequences and the named regressions."""
+    """List the supported cases of all grids.
+
+    At levels above `quick`, very long sequences and the named regressions are added.
+    """
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
         return tuple(dict.fromkeys(gridded))
@@ -127,7 +133,10 @@ def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List a few long cases if a compiler is installed; a single one, to be reported, without a native call."""
+    """List a few long cases for kernels of a platform whose compiler is installed here.
+
+    An implementation without a declared native call gets one case, so that the report mentions that it has none.
+    """
     implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
@@ -136,7 +145,11 @@ def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List cases that JAX can interpret; a single one, to be reported, for a TPU kernel without such a call."""
+    """List cases for kernels that JAX can interpret.
+
+    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions that it has
+    none.
+    """
     implementation = grids.implementation
     if not _has_interpreter(implementation):
         return ()

@@ -59,7 +59,11 @@ def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback
 
 
 def list_partial_cotangents(case: Case, pullbacks: tuple[Pullback, ...]) -> tuple[PartialCotangent, ...]:
-    """List the partial cotangents of a case, without those on an only row or head, given the differentiated calls."""
+    """List the partial cotangents of a case, given the calls that are differentiated.
+
+    A cotangent on the only row or head reaches the whole result, so it is not listed. Only the call with residuals
+    returns `logsumexp`.
+    """
     exists: dict[PartialCotangent, bool] = {
         "row": bool(pullbacks) and case.q_length > 1,
         "head": bool(pullbacks) and case.num_q_heads > 1,

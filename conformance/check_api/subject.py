@@ -73,7 +73,11 @@ class Subject:
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
     def with_declarations(self, implementation: Implementation) -> Subject:
-        """Return a copy with other declarations and cached results, expectations only if they stay the same."""
+        """Return a copy with other declarations of the same call, and keep cached results.
+
+        Cached expectations are kept only if the arithmetic, the formulas and the value of empty rows are declared as
+        before.
+        """
         before, after = (
             (declaring.arithmetic, declaring.formulas, declaring.empty_rows)
             for declaring in (self.implementation, implementation)

@@ -150,13 +150,20 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _reverse_rows(problem: Problem) -> Dense:
-    """Reverse all rows of the mask but the first, so that a cache by first row and number of pairs confuses both."""
+    """Return the mask with all rows but the first in reverse order.
+
+    It has the same first row and the same number of allowed pairs. So a kernel that caches masks by these confuses
+    the two masks.
+    """
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
 def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
-    """Call outside `jit` on two problems and the first again, all before a result is read, lest one is overwritten."""
+    """Check calls outside `jit` on the first problem, on one with other values and segment ids, and on the first again.
+
+    All calls are made before any result is read: no call may overwrite the result of an earlier one.
+    """
     order = (0, 1, 0)
     results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
     for n, got in zip(order, results, strict=True):
@@ -164,7 +171,10 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with a bias that differs between batch rows and is zero for the first query."""
+    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
+
+    All batch rows share the case's own bias. This one differs between batch rows.
+    """
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
@@ -215,7 +225,10 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
 
 
 def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check stored sequences of lengths and a number that usual cases lack; heads are the case's own if need be."""
+    """Check results and gradients for stored sequences whose lengths and number the usual cases lack.
+
+    If the implementation does not support the requested number of heads, the case's own number is used.
+    """
     subject = pair.subject
     requested = dataclasses.replace(subject.case, **changes)
     heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}
@@ -230,7 +243,10 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
 
 
 def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call of `few_operand_calls`, in the first supported variant, by one program with its gradients."""
+    """Check a call of `few_operand_calls`, in the first variant that the implementation supports.
+
+    With gradients, `out` is taken from the program that computes them, so that one compiled program suffices.
+    """
     subject = pair.subject
     if subject.case.storage is not None:
         yield build_unsupported("out", "this call needs dense operands, and the implementation takes stored ones")
@@ -254,7 +270,10 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` on NumPy operands, whose result no later call on the same arrays may change."""
+    """Check a call outside `jit` on NumPy operands, then a second call with other values in the same arrays.
+
+    The first result is read after the second call, and the second call must not have changed it.
+    """
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
         refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
@@ -265,7 +284,10 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return a list of the pair with masks that are arrays; empty if the kernel does not get this mask as an array."""
+    """Return the pair's problems with masks that are arrays, as a list of one pair.
+
+    The list is empty if the kernel does not get such a mask as an array.
+    """
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -284,7 +306,10 @@ def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call with one array, unsorted, for the segment ids of queries and keys, as in self-attention."""
+    """Check a call with one array for the segment ids of queries and keys, as in self-attention.
+
+    The ids are unsorted: an id may occur again after another one.
+    """
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
@@ -298,7 +323,10 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with one array, its last token zero, for queries, keys and values."""
+    """Check a call outside `jit` with one array for queries, keys and values, as in layers without projections.
+
+    The last token of the array is zero, unless it is the only token.
+    """
     case = pair.subject.case
     if case.storage is not None:
         yield build_unsupported("out", "stored queries, keys and values cannot be one array")

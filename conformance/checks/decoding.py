@@ -77,7 +77,11 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
-    """Run all steps of a call that writes pages; return the expected page writes and the results of each step."""
+    """Run all steps of a call that writes pages.
+
+    Returns:
+      For each step the expected page writes, and its results: `out` and residuals in dense form, and the page arrays.
+    """
     finite = subject.implementation.behind_mask == "finite"
     writings: list[Writing] = []
     for step in trace:

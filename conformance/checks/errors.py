@@ -69,7 +69,10 @@ def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
-    """Make a wrong call, and judge the result, or the error, which must be one of the types `kinds`."""
+    """Make a wrong call, and judge the error that it raises or the result that it returns.
+
+    The error must be one of the types `kinds`. `NotImplementedError` is reported as unsupported.
+    """
     requirement = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
@@ -90,7 +93,10 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """Judge an accepted wrong call by the oracle on `wrong.meant`, by shape and finiteness for an axis of length 0."""
+    """Judge the result of a wrong call that was accepted, by the oracle on the problem `wrong.meant`.
+
+    If that problem has an axis of length 0, the result must only have the right shape and finite values.
+    """
     meant = wrong.meant
     assert meant is not None
     if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):
@@ -196,7 +202,10 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(name of the judgement, word in the error, problem)` for values, shapes or dtypes that are wrong."""
+    """Yield problems with an invalid value, or with shapes or dtypes that contradict each other.
+
+    Each is `(name of the judgement, word that the error must contain, problem)`.
+    """
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     change = dataclasses.replace
@@ -216,7 +225,10 @@ def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]
 
 
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(observable, operand, problem)` for arrays with a query or head too many, except those in `refused`."""
+    """Yield `(observable, operand, problem)` for optional arrays with one query or head too many.
+
+    Operands in `refused` are skipped: the implementation does not offer them, or they have their own cases.
+    """
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
     for operand in OPTIONAL:

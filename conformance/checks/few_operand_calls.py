@@ -105,13 +105,19 @@ _BLOCK = 128
 
 
 def list_operands_with_calls(implementation: Implementation, case: Case) -> list[OptionalOperand]:
-    """List the offered opt-in operands with calls of their own; those with own cases only for `case`."""
+    """List the opt-in operands with calls of their own that `implementation` offers.
+
+    An operand that has its own cases is listed only if `case` is one of them.
+    """
     offered = [operand for operand in OPTIONAL if operand.calls and operand.name in implementation.offers]
     return [o for o in offered if not o.has_own_cases or getattr(case, o.field) != o.absent]
 
 
 def iter_variants(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield `case` changed to `call`, an entry of `CALLS`, in variants of heads, dtype and lengths, best first."""
+    """Yield `case` changed to `call`, an entry of `CALLS`, in all variants of heads, dtype and lengths.
+
+    The preferred variant comes first. A caller uses the first one that the implementation supports.
+    """
     fields = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
     factor = call.get("times_heads", 1)
     head_counts = _HEADS if call.get("grouped", True) else _HEADS[::-1]

@@ -92,7 +92,10 @@ def _supports_plain_bias(subject: Subject) -> bool:
 
 
 def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
-    """Yield forms of the number `name`: an integer, a traced number, and f32 numbers that must not change the dtype."""
+    """Yield forms of the number `name`: 1.0 as an integer, a traced number, and NumPy and JAX numbers.
+
+    NumPy and JAX numbers in f32 are given with bf16 operands. They must not change the dtype of the result.
+    """
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
     traced = np.asarray(getattr(subject.problem, name), np.float32)
@@ -174,7 +177,10 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
 
 
 def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
-    """Yield a bias `[N, T, S]` without batch axis, where B equals N, so that a kernel may take one for the other."""
+    """Yield a bias `[N, T, S]` without the batch axis, in a case with as many batch rows as query heads.
+
+    A kernel may take the first axis for the batch. As B equals N, it raises no error, and its result is wrong.
+    """
     square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
     if subject.implementation.supports(square) is None:
         problem = draw_problem(square)

@@ -64,7 +64,10 @@ def check_primal(subject: Subject) -> Iterator[Judgement]:
 
 
 def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
-    """Judge `out` and its dtype by the case's expectation, where `judged`, by default `subject.judged_out`, is true."""
+    """Judge `out` of a result, and its dtype, by the expectation of the case.
+
+    `judged` marks the elements to judge; by default `subject.judged_out`.
+    """
     got = result.values["out"]
     if got.dtype != subject.problem.q.dtype:
         wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
@@ -74,7 +77,10 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge a residual and its dtype by the expectation; `judged` is by default `subject.judged_residuals`."""
+    """Judge one residual of a result, and its dtype, by the expectation of the case.
+
+    `judged` marks the elements to judge; by default `subject.judged_residuals`.
+    """
     if name not in result.values:
         return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged

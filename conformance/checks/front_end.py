@@ -52,7 +52,10 @@ def check_front_end(subject: Subject) -> Iterator[Judgement]:
 
 
 def _compute_expectation(subject: Subject, truth: FrontEnd, cotangents: tuple[Cotangent, ...]) -> Expectation:
-    """Compute exact results, with bounds that include the front end's errors in f32 and in the case's dtype."""
+    """Compute exact results of attention on the exact outputs of the front end, with bounds.
+
+    The bounds include the errors that the outputs have once they are computed in f32 and stored in the case's dtype.
+    """
     u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
     q, k = (stream.after.stored(u.out, u.tiny) for stream in (truth.q, truth.k))
     v: BoundedNumber = truth.v

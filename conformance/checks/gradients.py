@@ -60,7 +60,10 @@ def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
-    """Judge the gradients for the cotangent of this name, if any; with `saved` also show the flash formula's ratio."""
+    """Judge the gradients for the cotangent of this name, if the case has one.
+
+    With `saved`, records also have the ratio to the flash formula.
+    """
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)
@@ -75,7 +78,10 @@ def judge_gradients(
     expected: Mapping[str, Bounded],
     flash: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge each gradient in `expected`, its dtype, and zeros of padding; `flash` has those of the flash formula."""
+    """Judge every gradient in `expected` and its dtype, and that the gradients of padding are zero.
+
+    `flash` has the gradients by the flash formula, for the second comparison; none or empty without it.
+    """
     for name, bounded in expected.items():
         if name not in subject.implementation.gradients:
             yield build_unsupported(name, _describe_offer(name, subject.implementation.gradients))

@@ -28,7 +28,10 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
 
 
 def build_page_writing(subject: Subject) -> Writing:
-    """Build the pages before and after the call, and the new tokens; unwritten rows are arbitrary or finite."""
+    """Build the pages before and after the case's call, and the new tokens.
+
+    Unwritten rows hold arbitrary bits, or finite numbers if the implementation declares `behind_mask="finite"`.
+    """
     return build_writing(subject.problem, subject.case.seed, finite=subject.implementation.behind_mask == "finite")
 
 

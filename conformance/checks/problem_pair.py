@@ -23,7 +23,7 @@ from conformance.truth.rounding_bounds import Bounded, Expectation
 
 @dataclasses.dataclass(frozen=True)
 class ProblemPair:
-    """A case's problem and another of equal shapes, with cotangents of `out`, empty if there are no gradients."""
+    """The problem of a case, and another problem with the same shapes, dtype and static arguments."""
 
     subject: Subject
     problems: tuple[Problem, Problem]

@@ -37,7 +37,11 @@ def find_equal(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def judge_repetition(name: str, before: np.ndarray, changes: Mapping[str, np.ndarray], bound: np.ndarray) -> Judgement:
-    """Judge whether a call's result is the same again; `bound` is the unit of the change in the report."""
+    """Judge whether a result is the same when the same call is made again.
+
+    Args:
+      bound: the bound of each element, in which the report gives the size of the change.
+    """
     label = f"{name}.repeated"
     if name not in changes:
         return Judgement(observable=label, verdict=records.PASS)

@@ -82,7 +82,10 @@ def _check_unless_refused(
 
 
 def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Check batch rows sharded over a mesh of explicit axes, the default from jax 0.12 on, without `shard_map`."""
+    """Check batch rows sharded over a mesh of explicit axes, without `shard_map`.
+
+    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+    """
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     out, gradients = subject.executor.run(
@@ -131,7 +134,10 @@ def _remove_functions(case: Case) -> Case:
 
 
 def _balance_queries(case: Case) -> Case:
-    """Return the case with load-balanced queries, without operands that depend on positions, which devices lack."""
+    """Return the case with the mask of load-balanced queries, without operands that depend on positions.
+
+    Such operands are removed because a device does not know the positions of its queries.
+    """
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_positional}
     return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
 
@@ -162,7 +168,10 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
-    """Return why the sharded case, where each device may get its mask as an array, is not supported; else None."""
+    """Return why the sharded case is not supported; None if it is supported.
+
+    With sharded queries, each device may get its mask as an array, so dense masks must be supported too.
+    """
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

@@ -252,7 +252,10 @@ def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_eager_gradients(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients outside `jit`: the first problem's pullback, called again after that of the other problem."""
+    """Check gradients outside `jit`, where the backward pass gets arrays instead of tracers.
+
+    The pullback of the first problem is called twice, after that of the other problem. The second result is judged.
+    """
     dos = [cotangent.out for cotangent in pair.cotangents]
     got = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
     yield from pair.judge_gradients(got)
@@ -267,7 +270,10 @@ def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of two layers in one program, as in models that alternate them: all calls, then pullbacks."""
+    """Check gradients of two layers of different kinds in one program, as in models that alternate them.
+
+    The second layer has another mask, scale or soft cap. All calls come before all pullbacks.
+    """
     subject, problem = pair.subject, pair.problems[0]
     other = _build_other_kind(subject)
     if other is None:
@@ -286,7 +292,10 @@ def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _build_other_kind(subject: Subject) -> Problem | None:
-    """Return the problem with another mask, scale and soft cap, if it has these; None if nothing can be changed."""
+    """Return the problem with another mask, and with a slightly different scale and soft cap if it has these.
+
+    None if nothing can be changed.
+    """
     case, problem = subject.case, subject.problem
     numbers = {
         o.name: number * _NEARBY_FACTOR
@@ -328,7 +337,10 @@ def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the forward-mode derivative by the exact gradients; a custom VJP has none, which is unsupported."""
+    """Check the forward-mode derivative along a random direction by the exact gradients.
+
+    A kernel with a custom VJP has no forward mode, which is reported as unsupported.
+    """
     subject, problem = pair.subject, pair.problems[0]
     gradients = subject.implementation.gradients
     names = [

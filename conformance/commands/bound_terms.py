@@ -35,7 +35,11 @@ _TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no 
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
-    """Describe each result's worst element and the terms of its bound. Raises `CannotJudge` if it cannot run."""
+    """Describe the error of each result at its worst element, and the terms of the bound there.
+
+    Raises:
+      CannotJudge: if the implementation cannot run here, or does not support the case.
+    """
     subject = Subject(create_executor(implementation), case, tolerances)
     if (absent := implementation.accelerator.absent) is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {absent}")

@@ -70,7 +70,11 @@ class RunProgress(_Display):
     """Progress bar of a run with a known number of jobs."""
 
     def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
-        """Show the progress of `total` jobs; a continued run has judged those of the records `before`."""
+        """Show the progress of `total` jobs.
+
+        Args:
+          before: for a continued run, the records of each job that was judged before.
+        """
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -113,7 +117,11 @@ class ExplorationProgress(_Display):
         super().__init__(console, self._status)
 
     def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
-        """Count one more judged case, by its records; `shrinking` if it is a smaller variant of a wrong one."""
+        """Count one more judged case, which has these records.
+
+        Args:
+          shrinking: whether the case is a smaller variant of a wrong case.
+        """
         if shrinking:
             self._smaller += 1
         else:

@@ -15,7 +15,11 @@ _PRELOADED_MODULES = ("conformance.cli", "conformance.commands.run", "conformanc
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve this user's commands until a stop signal, and return 0. Raises `CannotJudge` if that is impossible."""
+    """Serve commands of this user until a stop signal arrives, and return 0.
+
+    Raises:
+      CannotJudge: if this system cannot serve commands, or a server runs already.
+    """
     del arguments
     if not command_server.is_supported():
         raise CannotJudge("serve needs Linux: other systems have no abstract sockets")

@@ -21,7 +21,10 @@ class OutputFailed(RunStopped):
 
 
 class _GuardedStream:
-    """A stream whose failed writes raise `OutputFailed`; with `drops` (stderr) only those to a pipe without reader."""
+    """A text stream whose failed writes raise `OutputFailed`.
+
+    With `drops`, meant for standard error, failures are ignored instead, except that of a pipe without a reader.
+    """
 
     def __init__(self, stream: TextIO, name: str, *, drops: bool) -> None:
         self._stream, self._name, self._drops = stream, name, drops
@@ -56,7 +59,14 @@ class _GuardedStream:
 
 
 def open_closed_streams() -> None:
-    """Open closed standard streams, lest a file of records gets their descriptors and text. Raises `OSError`."""
+    """Open stdin, stdout and stderr if they are closed.
+
+    Otherwise the next opened files would get the descriptors 0, 1 and 2. Text for the streams would then be written to
+    those files, for example to a file of records or the socket of the fork server.
+
+    Raises:
+      OSError: if the process cannot open any file.
+    """
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(opened, True)
     os.close(opened)

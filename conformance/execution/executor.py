@@ -82,11 +82,17 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """Call a top-level function with this executor; it returns arrays, numbers, text, or containers of these."""
+        """Run a task: call `function`, a top-level function, with this executor and the other arguments.
+
+        The task returns arrays, numbers, text, or containers of these.
+        """
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start a task early, for a later equal `run`, if tasks run in another process; here nothing is done."""
+        """Start a task early, if tasks run in another process; a later `run` with equal arguments gets the result.
+
+        In this class, tasks run in the same process and nothing is done.
+        """
 
     def settle(self) -> None:
         """Wait for tasks that were started by `begin`, if tasks run in another process; else do nothing."""
@@ -120,7 +126,10 @@ class Executor:
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return an executor of the same call and compiled functions with the declarations of `implementation`."""
+        """Return an executor of the same call with the declarations of `implementation`.
+
+        Both executors share their compiled functions.
+        """
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
@@ -155,7 +164,10 @@ class Executor:
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files, with digests, that a sandboxed kernel read for the first time since the last call."""
+        """Return the files that a sandboxed kernel read for the first time since the last call of this method.
+
+        Each file comes with its digest.
+        """
         return {}
 
     @property
@@ -168,7 +180,10 @@ class Executor:
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """Return the results of all offered forward calls, from one program, which compiles faster than several."""
+        """Return the results of all offered forward calls, from one compiled program.
+
+        One program compiles faster than a program for each call.
+        """
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
@@ -189,7 +204,10 @@ class Executor:
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> tuple[Result, Result]:
-        """Return the results of `forward` and `gradients`, from one program, as slow to compile as the gradients'."""
+        """Return the results of `forward` and of `gradients`, from one compiled program.
+
+        It compiles in about the time of the gradients alone.
+        """
         forward, gradients = self.run(_run_forward_and_gradients, problem, cotangent.out)
         return Result(forward), Result(gradients)
 
@@ -198,7 +216,10 @@ class Executor:
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """Return the uncompiled call, a function of arrays that returns one array, and the arrays that it takes."""
+        """Return the uncompiled call without residuals, and the arrays that it takes.
+
+        Static keywords are bound, so the call is a function of the arrays. It checks that it returns one array.
+        """
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 

@@ -79,7 +79,10 @@ def set_remote_message(error: BaseException, words: str) -> None:
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """Describe an exception, or its callback's, for a record's reason: type, first line, place in user code."""
+    """Describe an exception in one line: type, first line of the message, and the place in the user's code.
+
+    Records have this text as their reason. For an exception of a host callback, it is that of the callback.
+    """
     if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
         return make_printable(str(elsewhere))
     within = _find_callback_error(error)
@@ -112,7 +115,10 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from `describe_kernel_error`'s text; None if it has none, or the line of the file has changed."""
+    """Parse the place from a text that `describe_kernel_error` returned.
+
+    None if the text has no place, or if the line of the file has changed since.
+    """
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
@@ -125,7 +131,10 @@ def parse_place(words: str) -> Place | None:
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """Return the first line of an exception's message, or `otherwise` if it is empty; `__str__` may raise."""
+    """Return the first line of an exception's message, or `otherwise` if it is empty.
+
+    If the exception's `__str__` raises, as a user's may, the text says that there is no message.
+    """
     try:
         text = str(error)
     except BaseException as failed:  # the user's `__str__` may raise anything, and must not end the judge

@@ -212,7 +212,10 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
 
 
 def _list_explicit_options(signature: inspect.Signature) -> dict[str, Any]:
-    """Return arguments that must always be passed: False for another default, and None for required options."""
+    """Return the arguments that must be passed even if the case does not have the option.
+
+    They are `False` for `causal` and `save_residuals` with another default, and None for required options.
+    """
     explicit: dict[str, Any] = {}
     for p in signature.parameters.values():
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD

@@ -94,7 +94,10 @@ def find_required_scales(signature: inspect.Signature, form: StorageForm | None)
 
 
 def find_unsupported(case: Case, parameters: Collection[str], form: str, *, needed: tuple[str, ...] = ()) -> str | None:
-    """Return why a function lacks parameters for `case`, or needs scales that it lacks; None if it supports it."""
+    """Return why a function with these parameters does not support `case`, or None if it does.
+
+    The function must have a parameter for the mask of the case. The case must have the scales that the function needs.
+    """
     described = FORMS[form]
     whole = case.kv_cache in WHOLE_CACHES
     pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
@@ -112,7 +115,10 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
 
 
 def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> str | None:
-    """Return which stored sequence has no queries or keys, as unused table entries without `num_seqs`; else None."""
+    """Return which sequence of a stored case has no queries or no keys; None if all have both.
+
+    Unused entries of tables are such sequences for a function without `num_seqs`.
+    """
     for what, lengths in (("queries", case.q_lengths), ("keys", case.kv_lengths)):
         if 0 in lengths:
             return f"empty_sequences: a sequence has no {what}, and the function declares that all have some"
@@ -125,7 +131,10 @@ def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> s
 def build_lowering(
     parameters: Collection[str], form: str
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]:
-    """Build `Implementation.lower_mask`; a causal mask becomes `causal=True`, or the window `(None, 0)`."""
+    """Build `Implementation.lower_mask`, which turns a mask into arguments of a function with these parameters.
+
+    A causal mask becomes `causal=True` if the function has that parameter, else the window `(None, 0)`.
+    """
 
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int

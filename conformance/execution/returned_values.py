@@ -59,11 +59,7 @@ def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
 
 
 def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
-    """Return the residual of this name.
-
-    Raises:
-      WrongReturn: if the call returned no residual of this name.
-    """
+    """Return the residual of this name. Raises `WrongReturn` if the call returned no residual of this name."""
     if name in residuals:
         return residuals[name]
     others = ", ".join(map(repr, residuals)) or "none"

@@ -22,7 +22,10 @@ _MAX_FILE_SIZE = 2**26  # bytes; a larger file holds weights, not source
 
 
 def describe_source(name: str) -> tuple[str, str]:
-    """Return the package and version of an implementation, and a digest of source that is not installed; "" if none."""
+    """Return the package and version of the implementation `name`, and a digest of source that is not installed.
+
+    Each is "" if there is none. Modules are found on Python's search path and are not imported.
+    """
     if (point := implementation_registry.find_entry_point(name)) is not None:
         dist = point.dist
         return (f"{dist.name} {dist.version}" if dist is not None else ""), compute_digest(
@@ -39,7 +42,10 @@ def describe_source(name: str) -> tuple[str, str]:
 
 
 def _find_imported_files(file: Path) -> list[Path]:
-    """Return a file and all files of its folder that it imports, or whose paths are in its strings, recursively."""
+    """Return a file and all files of its folder on which it depends, directly or through others.
+
+    A file depends on the modules that it imports, and on files whose paths are in its strings.
+    """
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:

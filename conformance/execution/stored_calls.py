@@ -73,7 +73,10 @@ def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """Return the implementation with each call that takes stored operands wrapped to take dense ones."""
+    """Return the implementation with each of its calls wrapped to take dense operands.
+
+    An implementation that takes dense operands already is returned as it is.
+    """
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     lower = functools.partial(
@@ -114,7 +117,10 @@ def _lower_accelerator(
 
 @dataclasses.dataclass(frozen=True)
 class LatentCall:
-    """A call with one latent, wrapped to take dense q, k and v; its gradient is that of k, and v's is zero."""
+    """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
+
+    The gradient of the latent is returned as that of k. The gradient of v is zero.
+    """
 
     call: Callable[..., Any]
     form: StorageForm
@@ -126,13 +132,19 @@ class LatentCall:
 
 
 def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim`, and `scale`, whose own default may differ, to the options of a call with a latent."""
+    """Add `value_dim` and `scale` to the options of a call with a latent.
+
+    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
+    """
     scale = options.get("scale")
     return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
-    """Compute an empty row's `logsumexp`: its sinks `[N]`, -inf without gradient, or an infinity."""
+    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity.
+
+    A sink of -inf is no sink: the infinity in its stead has no gradient.
+    """
     nothing = jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
     if sinks is None or not formulas.logsumexp_sink:
         return nothing
@@ -264,7 +276,11 @@ class StoredCall:
     def write(
         self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
+        """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
+
+        Raises:
+          WrongReturn: if the call does not return these.
+        """
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
         *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
@@ -308,7 +324,10 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """Cast the number in unwritten memory to a dtype; to its largest number if it lacks NaN or infinity."""
+    """Cast the number in unwritten memory to a dtype.
+
+    A quantised dtype may lack NaN or infinity; then the result is its largest number.
+    """
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -324,7 +343,10 @@ def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables without `num_seqs`: entries past the last sequence describe sequences without tokens."""
+    """Return the tables for a call that does not take `num_seqs`.
+
+    Entries past the last sequence are changed to describe sequences without queries and keys.
+    """
     count = jnp.asarray(tables["num_seqs"])[0]
     closed = {}
     for name, x in tables.items():

@@ -32,7 +32,14 @@ _SIGNS = (1.0, -1.0, 2.0, -0.5)
 def build_workload_implementation(
     found: Any, name: str, problem: str, *, products: Products | None = None
 ) -> Implementation:
-    """Build an implementation from a function for a named problem. Raises `NotAnAttentionFunction` for others."""
+    """Build an implementation from a function that takes the operands of a named problem.
+
+    Args:
+      found: the function, possibly decorated with `conformance.declare`.
+
+    Raises:
+      NotAnAttentionFunction: if `found` is not a function.
+    """
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
             f"{name} is a {type(found).__name__}: --problem={problem} takes a function of "
@@ -146,7 +153,10 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Adapt paged decoding, one query a row; rows past the last sequence get a key, since none may be empty."""
+    """Adapt paged decoding, where each row of the tables is a sequence of one query.
+
+    Rows past the last sequence get one key, since the benchmark has no empty sequences.
+    """
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any

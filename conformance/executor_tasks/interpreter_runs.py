@@ -21,7 +21,17 @@ InterpreterRun = tuple[Program, Values, list[str], str, str]
 def run_programs(
     executor: Executor, problem: Problem, seed: int, programs: Sequence[Program], cotangents: Mapping[str, Cotangent]
 ) -> list[InterpreterRun]:
-    """Run programs with a seed of the grid's order, up to one that is stopped; return results, races and reasons."""
+    """Run programs with one seed of the interpreter, in order, and end after a program that the interpreter stops.
+
+    Args:
+      seed: determines the order in which the program instances of the kernel's grid run.
+      programs: the programs to run: the call without residuals, the call with residuals, or the gradients of one.
+      cotangents: the cotangent for each program that computes gradients.
+
+    Returns:
+      For each program: its name, its results, the observed races, the message of the error that stopped it, or "", and
+      why the interpreter cannot run it, or "".
+    """
     accelerator = executor.implementation.accelerator
     assert accelerator.under_interpreter is not None
     interpreted = executor.with_call(accelerator.under_interpreter(build_parameters(seed, accelerator.platform)))

@@ -115,7 +115,10 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
-    """Return a stored call's entry points without conversions from dense operands, and its operands' shapes."""
+    """Return the compiled entry points of a stored call in its own convention, and the shapes of its operands.
+
+    So the programs contain no conversion from dense operands to stored ones or back.
+    """
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     _, arrays = executor.arguments(problem)

@@ -27,7 +27,12 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return the pages `[pages, page_size, K, .]` as a call returns them, given packed tokens `[total_q, K, .]`."""
+    """Return `k_pages` and `v_pages` as one call returns them.
+
+    Args:
+      tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
+      before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
+    """
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
     return {name: np.asarray(x) for name, x in after.items()}

@@ -31,7 +31,11 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """Run the call under `shard_map`, one axis sharded; return `out`, and gradients by operand for a cotangent `do`."""
+    """Run the call under `shard_map`, with one axis sharded over the devices.
+
+    Returns:
+      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
+    """
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -48,7 +52,13 @@ def run_on_second_device(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Run the call with rows sharded over a mesh of explicit axes; return `out`, and gradients for a cotangent `do`."""
+    """Run the call with batch rows sharded over a mesh of explicit axes, without `shard_map`.
+
+    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+
+    Returns:
+      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
+    """
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 
@@ -82,7 +92,10 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """Return the `PartitionSpec` of each operand if devices share the axes in `letters`; others are replicated."""
+    """Return the `PartitionSpec` of each operand if devices share the axes named in `letters`, such as `"NK"`.
+
+    Operands without such an axis are replicated.
+    """
 
     def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
@@ -92,7 +105,10 @@ def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Return the call sharded over batch rows, masks too: the call, its arrays, their specs, and that of `out`."""
+    """Return the call sharded over batch rows: the call, its arrays, their `PartitionSpec`s, and that of `out`.
+
+    An array to which the mask is lowered is sharded too if it has a value for each batch row.
+    """
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
     lowered = set(arrays) - {operand.name for operand in OPERANDS}  # the arrays to which the mask was lowered

@@ -62,7 +62,10 @@ def run_vmap_over(
 
 
 def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Return `out` under two nested `vmap`s over `names`: the problems in their order, then in reverse order."""
+    """Return the stacked `out` of the call under two nested `vmap`s over the operands `names`.
+
+    The results are those of the problems in their order, then in reverse order.
+    """
     plain, shared = executor.bind(problems[0])
     stacked = _stack_operands(executor, problems)
     axes = {name: 0 if name in names else None for name in shared}
@@ -132,7 +135,10 @@ def run_gradients(
 
 
 def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
-    """Return each problem's gradients from one program: all calls, whose statics may differ, then all pullbacks."""
+    """Return the gradients of each problem from one program that contains all calls, as in a model with several layers.
+
+    The problems may have different masks, scales and soft caps. All calls are traced first, then all pullbacks.
+    """
     calls, operands = zip(*(executor.bind(problem) for problem in problems), strict=True)
     moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in operands]
     fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in operands]
@@ -149,7 +155,10 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
 def run_shared_gradients(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
 ) -> Values:
-    """Return gradients under `vmap` over `names`, for stacked cotangents; those of shared operands are summed."""
+    """Return the gradients of the call under `vmap` over the operands `names`, for stacked cotangents.
+
+    The gradients of shared operands are sums over the mapped axis.
+    """
     plain, shared = executor.bind(problems[0])
     axes = {name: 0 if name in names else None for name in shared}
     stacked = _stack_operands(executor, problems)
@@ -158,7 +167,11 @@ def run_shared_gradients(
 
 
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
-    """Return the first problem's gradients outside `jit`, by its pullback's second call; earlier ones get `dos[1]`."""
+    """Return the first problem's gradients outside `jit`, from the second call of its pullback.
+
+    Earlier calls get the other cotangent, `dos[1]`: a call of the other problem's pullback, then the first call of this
+    one.
+    """
     for problem in reversed(problems):
         plain, host_arrays = executor.bind(problem)
         arrays = jax.tree.map(jnp.asarray, host_arrays)
@@ -200,7 +213,11 @@ def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: 
 def run_forward_mode(
     executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
 ) -> tuple[str, np.ndarray | None]:
-    """Run the call in forward mode; return why there is none, or "", and the tangent of `out`, or None."""
+    """Run the call in forward mode, with tangents of operands by name.
+
+    Returns:
+      The reason why there is no forward mode, or "". Then the tangent of `out`, or None.
+    """
     plain, arrays = executor.bind(problem)
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}
@@ -232,7 +249,10 @@ def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -
 def run_second_derivative(
     executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
 ) -> Values:
-    """Return second derivatives, the gradient of `<gradients for the cotangent do, weights>`, as float64."""
+    """Return second derivatives: the gradient of `<gradients, weights>` in each operand of `weights`, as float64.
+
+    `gradients` are those for the cotangent `do` of `out`.
+    """
     plain, arrays = executor.bind(problem)
     fixed = {name: x for name, x in arrays.items() if name not in weights}
 

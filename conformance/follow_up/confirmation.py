@@ -175,7 +175,10 @@ def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementati
 
 
 def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """Return `to` with the named fields of `source`, and further ones until the case is supported; else None."""
+    """Return `to` with the named fields of `source`; None if no such case is supported.
+
+    If the case is not supported, further fields are copied (`_COMPANION_FIELDS`) until it is.
+    """
     names = dict.fromkeys(fields)
     for more in ((), *_COMPANION_FIELDS):
         names |= dict.fromkeys(more)
@@ -206,7 +209,15 @@ def confirm_findings(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Judge cases that confirm or refute findings, until `seconds` have passed, and record them as uncounted probes."""
+    """Judge cases that confirm or refute the findings so far, and record them as probes.
+
+    Probes count neither as passes nor as failures.
+
+    Args:
+      journal: the journal of the run, which has its records and gets the probes.
+      allowed: judges the cases, and cuts off a case that uses up its time.
+      seconds: time after which no further case is started.
+    """
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)
     for _ in range(_MAX_ROUNDS):

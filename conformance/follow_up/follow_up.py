@@ -22,7 +22,7 @@ _CONFIRMING_SHARE = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds to confirm and diagnose findings, None for a share of the run's; hints name the `option` for these."""
+    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time."""
 
     confirm: float | None = None
     diagnose: float | None = None
@@ -43,7 +43,14 @@ def follow_up(
     spent: float,
     say: Callable[[str], None],
 ) -> None:
-    """Confirm findings and compare kernels with planted bugs, if a complete run has red records; print the time."""
+    """Confirm findings and compare failing kernels with planted bugs, and print how long both took.
+
+    A run without red records, or one that a signal stopped, is not followed up.
+
+    Args:
+      runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
+      spent: the seconds that the run took so far.
+    """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records

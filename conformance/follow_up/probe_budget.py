@@ -32,7 +32,12 @@ class ProbeBudget:
     """Judge probes until the seconds are used up."""
 
     def __init__(self, runner: Runner, seconds: float, known: Iterable[Record] = ()) -> None:
-        """Create a budget of seconds from now for all probes; records `known` of the run estimate their times."""
+        """Create a budget.
+
+        Args:
+          seconds: the time for all probes, counted from now.
+          known: records of the run, from which the times of probes are estimated.
+        """
         self._runner, self.seconds = runner, seconds
         self._until = time.monotonic() + seconds
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -99,7 +104,10 @@ def _estimate_work(case: Case) -> int:
 
 
 class DeadlineExceeded(ProcessLost):
-    """Raised if a block exceeds its limit; a `ProcessLost`, so that who waits for a kernel's process ends it."""
+    """Raised if a block exceeds its time limit.
+
+    As a `ProcessLost`, it makes code that waits for a kernel's process end this process.
+    """
 
 
 @contextlib.contextmanager

@@ -49,7 +49,10 @@ SHRINK_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShrunkCase:
-    """The smallest case that fails in the same way, its records, how many others were tried, and whether all were."""
+    """The smallest case that fails in the same way, its records, and how many other cases were tried.
+
+    `is_finished` tells whether shrinking ended by itself: neither the time limit nor Ctrl-C stopped it.
+    """
 
     case: Case
     records: tuple[Record, ...]
@@ -160,7 +163,10 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Yield smaller values of two fields, powers of two or one more: first the same for both, then for one."""
+    """Yield smaller values of two fields: first the same size for both, then a smaller size for one of them.
+
+    Sizes are powers of two, or powers of two plus one.
+    """
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:
         if size <= max(first, second) and (size, size) != (first, second):
@@ -175,7 +181,10 @@ def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterat
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink the smallest cases of the first findings, add the results as probes, and yield lines about them."""
+    """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
+
+    The records of the shrunk cases are added to the journal as probes, which are not counted.
+    """
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(

@@ -35,7 +35,14 @@ _TERMINATION_SECONDS = 10.0  # time from SIGTERM to SIGKILL for a released proce
 
 
 def serve(requests: int, preloaded: Sequence[str] = ()) -> None:
-    """Serve requests from a descriptor until all ended; a forked process returns here after its function."""
+    """Serve requests until all clients have disconnected and all processes have ended.
+
+    A forked process returns here too, after it has run the function of its specification.
+
+    Args:
+      requests: the file descriptor of the socket from which requests are received.
+      preloaded: modules to load besides those of a worker.
+    """
     preloaded = tuple(preloaded)
     del sys.argv[1:]
     # The process that starts the server may ignore or block signals. The server inherits that, and needs the signals.
@@ -143,7 +150,10 @@ class _ForkServer:
     def _set_up_child(
         self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
     ) -> Callable[[], None]:
-        """Prepare a forked process, where no descriptor of others stays open, and return the function that it runs."""
+        """Prepare a forked process, and return the function that it has to run.
+
+        No file descriptor of the server or of other processes stays open in it.
+        """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -182,7 +192,10 @@ class _ForkServer:
 
 
 def _renumber(fd: int) -> int:
-    """Move a descriptor to the lowest free number, so that no kernel learns how many processes the server has."""
+    """Duplicate a descriptor to the lowest free number, and close the original.
+
+    The original number depends on how many processes the server has. A kernel must not learn that.
+    """
     lowest = os.dup(fd)
     os.close(fd)
     return lowest

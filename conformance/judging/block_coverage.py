@@ -44,7 +44,10 @@ def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record
 
 
 def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
-    """Find which usual block lengths replace those of the first prefill of `cases`; empty if all are accepted."""
+    """Find which usual block lengths the implementation accepts as sequence lengths; empty if it accepts all.
+
+    Each length replaces those of one example: the first of `cases`, by id, with more than one query.
+    """
     example = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
     if example is None or example.storage is not None:  # packed sequences may have any length
         return []

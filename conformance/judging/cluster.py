@@ -46,7 +46,15 @@ class Cluster:
 
 
 def connect(address: str, conditions: Conditions) -> Cluster:
-    """Connect to a scheduler's address or file, and compare its workers. Raises `ClusterError` if none can judge."""
+    """Connect to a cluster, and compare its workers with this process.
+
+    Args:
+      address: the address of the scheduler, such as `tcp://host:8786`, or the path of its scheduler file.
+      conditions: what workers must have in common with this process.
+
+    Raises:
+      ClusterError: if the cluster cannot be reached, has no worker, or has a worker that cannot judge.
+    """
     client = _open_client(address)
     try:
         return _inspect(client, address, conditions)

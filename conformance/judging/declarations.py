@@ -45,7 +45,7 @@ _OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration that might explain a failure, in code, and the implementation that declares it."""
+    """A declaration that might explain a failure."""
 
     declaration: str
     implementation: Implementation

@@ -24,7 +24,7 @@ _MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names o
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """A suggested entry of expected failures: a query for the cases, and whether it matches `some` passes too."""
+    """A suggested entry of the table of expected failures."""
 
     implementation: str
     case: str
@@ -78,7 +78,10 @@ def _escape_pattern(name: str) -> str:
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
-    """Suggest entries that together match all failures; checks and results that fail in the same cases share one."""
+    """Suggest entries that together match all failures.
+
+    Checks and results of one implementation that fail on the same set of cases share an entry.
+    """
     failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
     for record in failed:
@@ -103,7 +106,10 @@ def _build_entry(
     observable: Sequence[str],
     query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for a set of failing cases, given checks and observables; `query` if it matches all."""
+    """Build the entry for one set of failing cases, given the checks and patterns of observables that fail on them.
+
+    `query` is its pattern if it matches all of them.
+    """
     matching = [
         record
         for record in records
@@ -125,7 +131,10 @@ def _build_entry(
 
 
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
-    """Find the shortest query that matches all of `failing` and as few as possible of `held`."""
+    """Find the query that matches all of `failing` and as few as possible of `held`.
+
+    If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
+    """
     if len(failing) == 1 and held:
         (only,) = failing
         query = _find_best_query(failing, held)

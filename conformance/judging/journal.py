@@ -105,7 +105,10 @@ class Journal:
             self.add_job(number, found)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
-        """Write the records of a finished job, beside those of an earlier time. Raises `JournalWriteError`."""
+        """Write the records of a finished job. Raises `JournalWriteError`.
+
+        A job that is judged twice keeps the records of both times.
+        """
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
             self._append_to_files(serialize_job(number, found))
@@ -245,7 +248,10 @@ class _RecordFile:
             raise JournalWriteError(self._format_error(error)) from error
 
     def start(self, beginning: bytes, *, replace: bool) -> None:
-        """Replace the file's content by these lines, with `replace` by another file. Raises `JournalWriteError`."""
+        """Replace the content of the file by these whole lines. Raises `JournalWriteError`.
+
+        With `replace`, the lines are written to another file that then takes this one's place.
+        """
         try:
             if replace and self._regular:  # a crash must not lose the jobs that a resumed run keeps
                 target = self._path.resolve()

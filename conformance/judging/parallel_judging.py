@@ -43,7 +43,10 @@ _imported_sources: dict[str, tuple[str, str]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job that can be pickled, by the names of its parts; failures of `exploring` jobs are all judged again."""
+    """A job in a form that can be pickled: by the names of its parts.
+
+    `exploring` says that it is of an exploration, whose failures are all judged a second time.
+    """
 
     implementation: str
     kernels: KernelOptions
@@ -145,7 +148,11 @@ def _create_runner(folder: Path, kernels: KernelOptions, exploring: bool) -> Run
 
 @functools.cache
 def _find_implementation(name: str, kernels: KernelOptions) -> Implementation:
-    """Find an implementation once in each worker and run; raise `ImplementationNotFound` if its source is older."""
+    """Find an implementation by its name, once in each worker and run.
+
+    Raises:
+      ImplementationNotFound: if there is none, or if this process imported an older version of its source.
+    """
     if kernels.in_process and not is_builtin(name):
         source = source_digests.describe_source(name)
         if _imported_sources.setdefault(name, source) != source:

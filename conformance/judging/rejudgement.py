@@ -63,7 +63,12 @@ class Rejudger:
     """Judge the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = ENOUGH_CONFIRMED) -> None:
-        """Create a rejudger that, after `confirmed` confirmed failures of a result in a check, judges no more again."""
+        """Create a rejudger.
+
+        Args:
+          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
+            again; 0 to judge no failure again.
+        """
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -76,7 +81,11 @@ class Rejudger:
         return not self._enough
 
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """Judge a check's failures and errors under cheap flags again, and return the judgements that count."""
+        """Judge the failures and errors of a check again, and return the judgements that count.
+
+        Args:
+          first: the judgements of the check under the flags that make compiling cheap.
+        """
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
         # Checks that interpret a kernel are not judged again. JAX's kernel interpreters go step by step and look for
@@ -180,7 +189,10 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements with a key: the observable, and the number of earlier judgements with this observable."""
+    """Yield judgements, each with a key: its observable, and the number of earlier ones with this observable.
+
+    Consecutive calls in a check give their results the same name.
+    """
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
@@ -205,7 +217,10 @@ def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
 
 
 def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, with the first, wrong one for each of `names`: right later, but not by the flags."""
+    """Return the judgements, with the first, wrong one in place of each result in `names`.
+
+    These results were right when judged again, but the flags are not the cause.
+    """
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
     unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
     present = {judgement.observable for judgement in judgements}

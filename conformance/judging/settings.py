@@ -123,7 +123,10 @@ class Settings:
 
     @staticmethod
     def unmark_expected_failure(record: Record) -> Record:
-        """Return the record without the mark of an expected failure; errors that were marked become `fail`."""
+        """Return the record without the mark of `mark_expected_failures`, to mark it by other settings.
+
+        A marked record does not tell a failure from an error: both become `fail`.
+        """
         if record.verdict == records.EXPECTED_FAIL:
             reason, found, _ = record.reason.rpartition("; expected: ")
             return msgspec.structs.replace(record, verdict=records.FAIL, reason=reason if found else "")
@@ -132,7 +135,10 @@ class Settings:
         return record
 
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
-        """Return a red record for each expected failure of a judged kernel that did not occur in a whole run."""
+        """Return a red record for each expected failure that did not occur in a whole run.
+
+        Entries of an implementation that could not be judged at all, for example without its library, are skipped.
+        """
         judged = {
             record.implementation: record.platform
             for record in records_found
@@ -156,7 +162,11 @@ class Settings:
 
 
 def load_settings(start: Path) -> Settings:
-    """Load the settings of the nearest `pyproject.toml`, else defaults. Raises `SettingsError` for wrong ones."""
+    """Load the settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
+
+    Raises:
+      SettingsError: for settings that are misspelt or of the wrong type.
+    """
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -193,7 +203,11 @@ def _parse_table(table: Any, file: Path) -> Settings:
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns; raise `ValueError` for a pattern that no file matches."""
+    """Return the files that match the patterns, relative to `folder`.
+
+    Raises:
+      ValueError: for a pattern that no file matches.
+    """
     found: list[Path] = []
     for pattern in patterns:
         _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")

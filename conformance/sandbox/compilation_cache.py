@@ -41,7 +41,10 @@ _SETTLE_SECONDS = 1.0  # a program that was written to more recently may be inco
 
 
 def find_cache_folder(name: str) -> Path | None:
-    """Return the cache folder for a kernel's programs; None if caching is off, or its source is ours or unknown."""
+    """Return the cache folder for a kernel's programs.
+
+    None if caching is off, for implementations of this project, and for kernels whose source is unknown.
+    """
     folder = disk_cache.find_cache_folder()
     if folder is None or implementation_registry.is_builtin(name):
         return None
@@ -56,7 +59,10 @@ def find_cache_folder(name: str) -> Path | None:
 
 @functools.cache
 def _describe_machine() -> str:
-    """Describe the processor, which JAX's names of programs lack, for the name of a shared cache folder."""
+    """Describe the processor, for the name of a cache folder that different machines may share.
+
+    JAX's names of programs do not identify the processor.
+    """
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -65,7 +71,10 @@ def _describe_machine() -> str:
 
 
 def link_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Link the stored programs into a kernel's scratch folder, which is empty without a cache folder."""
+    """Link the programs that were stored before this run into the scratch folder of a kernel's process.
+
+    Without a cache folder the process gets an empty folder, and its programs are removed when it ends.
+    """
     linked = Path(scratch, _FOLDER)
     linked.mkdir()
     if cache_folder is None:
@@ -110,7 +119,10 @@ def _find_new_programs(linked: Path) -> list[str]:
 
 
 def _store_program(path: str, target: Path, room: int) -> int:
-    """Copy a program, of `room` bytes at most, if the kernel left a regular file; return the copied bytes."""
+    """Copy a program if it is a regular file of at most `room` bytes; return the number of copied bytes.
+
+    The kernel controls the folder of `path`, so `path` may be a link, a pipe or anything else.
+    """
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

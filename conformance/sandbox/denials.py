@@ -42,7 +42,10 @@ def _explain_file(name: str) -> str:
 
 
 def _explain_module(name: str) -> str:
-    """Explain why the kernel's process cannot import a module; empty if the judge cannot find its package either."""
+    """Explain why the kernel's process cannot import a module; empty if the judge cannot find the module either.
+
+    Only the top-level package is looked up, since looking up a submodule would import its parent.
+    """
     top = name.partition(".")[0]
     if top in packages.NAMES:
         return ""

@@ -22,7 +22,7 @@ MAX_TEXT = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """The message that a kernel's process sends once it has loaded the kernel, and the files that it read so far."""
+    """What a kernel's process sends once it has loaded the kernel, with the files that it has read so far."""
 
     declared: Mapping[str, Any]  # the kernel's declarations, as plain data (`declaration_codec`)
     backend: str  # the JAX backend of the kernel's process
@@ -46,7 +46,17 @@ def parse_first_files(first_handshake: str) -> Mapping[str, str] | None:
 def parse_handshake(
     answer: Any, confined: str, first_handshake: str, files: Mapping[str, str] | None = None
 ) -> Handshake:
-    """Parse a kernel's handshake, given its confinement, first handshake and files. Raises `ValueError`."""
+    """Parse and check the answer of a kernel's process to a request to load the kernel.
+
+    Args:
+      confined: the sentence about the process's confinement, which the process sent before it loaded the kernel.
+      first_handshake: the text of the kernel's first handshake; empty if this is the first.
+      files: files that the kernel read when it was first loaded, with their digests.
+
+    Raises:
+      ValueError: if the answer is no handshake, differs from the first one, or reports another backend or fewer devices
+        than the judge has.
+    """
     fields = (answer.get("declared"), answer.get("backend"), answer.get("count")) if isinstance(answer, dict) else ()
     match fields:
         case (dict(declared), str(backend), int(count)) if count > 0:

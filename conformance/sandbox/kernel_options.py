@@ -45,7 +45,11 @@ class KernelOptions:
         )
 
     def find(self, name: str) -> Implementation:
-        """Load an implementation, and start its process, if any. Raises `ImplementationNotFound`, in one line."""
+        """Load an implementation by its name, and start its process unless it runs in the judge's.
+
+        Raises:
+          implementation_registry.ImplementationNotFound: if it cannot be loaded; the message is one line.
+        """
         if implementation_registry.is_builtin(name) or not implementation_registry.may_exist(name):
             return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
         if self.in_process:

@@ -66,7 +66,7 @@ _CACHE_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most seconds of a call, and the most bytes of memory and files of a kernel's processes, 0 for any."""
+    """Limits of a kernel's process."""
 
     timeout: float = 300.0
     memory: int = 0
@@ -80,7 +80,10 @@ class Limits:
 
 
 class ProcessLost(BaseException):
-    """Raised when the kernel's process was lost, which ends the job; no `Exception`, which the kernel could raise."""
+    """Raised when the kernel's process has died or had to be ended; the message says why.
+
+    This is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
+    """
 
 
 class CallTimeout(ProcessLost):
@@ -93,7 +96,7 @@ class LoadFailed(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _PendingCall:
-    """A begun call: its request, the serialized size, and the answer once it is received."""
+    """A call that `begin` has started and whose result `call` has not returned yet."""
 
     request: CallRequest
     size: int
@@ -155,7 +158,11 @@ class KernelProcess:
         return self._with_default_flags
 
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
-        """Return another, equal process of the kernel without earlier programs, under the same or given flags."""
+        """Return another process of the same kernel, under the same XLA flags unless others are given.
+
+        The process reads no programs of earlier runs. To the kernel, all such processes look the same, except for
+        XLA's flags.
+        """
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
         other = KernelProcess(*arguments, flags, self._sandbox, reads_cache=False)
@@ -163,7 +170,10 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Send a call's request, so that the judge computes while the kernel runs; `call` returns the result."""
+        """Send the request of a call whose result `call` returns later, without waiting for the answer.
+
+        So the judge can compute the expected result while the kernel runs.
+        """
         if not self._running:
             return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
@@ -295,7 +305,7 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command; the next call would start them again."""
+    """End the processes of all kernels, at the end of a command. The next call of a kernel starts its process again."""
     for process in list(_ALL):
         process.end()
 
@@ -361,7 +371,11 @@ class _RunningProcess:
             return _DEFAULT_PIPE_BYTES // 2
 
     def send(self, packed: bytes, limits: Limits, *, is_busy: bool = False) -> None:
-        """Send a request, whose answer `receive` returns; `is_busy` if the process still works on an earlier one."""
+        """Send a request; `receive` returns its answer.
+
+        Args:
+          is_busy: whether the process still works on an earlier request.
+        """
         if not is_busy:
             self._read_output()
             self._output_parts.clear()  # this output belongs to earlier requests
@@ -490,7 +504,11 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
 
 
 def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """Return an exception with the name and most specific built-in base of the kernel's, without its code."""
+    """Return an exception with the same name and built-in base type as the kernel's, without code of the kernel.
+
+    Args:
+      kinds: the names of the type's built-in base types, most specific first.
+    """
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
     for base in (*bases, RuntimeError):

@@ -62,7 +62,14 @@ class CallRequest:
 
 
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
-    """Fork a supervisor, load the requested kernel and answer requests until the judge closes their pipe."""
+    """Load the kernel that is requested and answer requests, until the judge closes the pipe of requests.
+
+    This process forks: the child runs the kernel, and the parent supervises the child.
+
+    Args:
+      status: the descriptor to which the supervisor writes the limit that was exceeded.
+      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+    """
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
     answering = load_private_copy("conformance.sandbox.answering")

@@ -65,7 +65,10 @@ def query_version() -> int:
 
 
 class Ruleset:
-    """A set of rules, as a context manager, that forbids files, connections and signals except for allowed ones."""
+    """A set of rules that forbids all files, connections and signals that are not allowed explicitly.
+
+    Use it as a context manager; it closes its descriptor at the end.
+    """
 
     def __init__(self, version: int) -> None:
         """Create a ruleset for a version of the interface, at least 1. Raises `OSError` if the system refuses."""
@@ -103,7 +106,10 @@ class Ruleset:
             os.close(opened)
 
     def enter(self) -> None:
-        """Restrict this thread and what it starts; it has set `PR_SET_NO_NEW_PRIVS`. Raises `OSError`."""
+        """Restrict this thread, and the threads and processes that it starts.
+
+        `PR_SET_NO_NEW_PRIVS` must be set. Raises `OSError` if the system refuses.
+        """
         if self._libc.syscall(_RESTRICT_SELF, self._descriptor, 0):
             raise _last_error()
 

@@ -34,7 +34,11 @@ class LoadedFiles:
     """The files that one kernel has read, with digests: those until it was first loaded, and those read later."""
 
     def __init__(self, kernel: str, files_at_load: Mapping[str, str] | None = None) -> None:
-        """Start a record, with the files that another process has recorded until the kernel was loaded."""
+        """Start a record.
+
+        Args:
+          files_at_load: the files that the kernel read until it was loaded, if another process has recorded them.
+        """
         self._folder = _find_folder(kernel)
         self._at_load = files_at_load
         self._known = dict(files_at_load or {})
@@ -42,14 +46,22 @@ class LoadedFiles:
 
     @property
     def files_at_load(self) -> Mapping[str, str]:
-        """Digests by name of files and packages read until the first use of this property, which ends loading."""
+        """Digests by name: of files read until the kernel was first loaded, and of packages that it imported.
+
+        The first use of this property marks the end of loading. Files that are recorded afterwards count as later ones.
+        """
         if self._at_load is None:
             self._at_load = dict(self._known)
             self._new_files = {}
         return self._at_load
 
     def record_reported(self, answer: Any) -> None:
-        """Hash and record reported files. Raises `FileChanged` for changed ones, `ValueError` for no list of paths."""
+        """Hash and record the files that an answer of a kernel's process reports.
+
+        Raises:
+          FileChanged: if a reported file has changed since it was first recorded.
+          ValueError: if the report is not a list of paths.
+        """
         report = answer.get("files", {}) if isinstance(answer, dict) else {}
         if not isinstance(report, dict):
             raise ValueError("no list of files")
@@ -95,7 +107,11 @@ class LoadedFiles:
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence for each file with different digests among the pairs, or that has changed since."""
+    """Return a sentence for each file that was recorded with different digests, or that has changed since.
+
+    Args:
+      files: pairs of a name and a recorded digest. A name may occur several times.
+    """
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, digest in files:

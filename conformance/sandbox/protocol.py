@@ -80,12 +80,20 @@ def unpack_request(request: bytes) -> Any:
 
 
 def max_array_bytes(*operands: Any) -> int:
-    """Return the most bytes of arrays in the answer to a request with these arguments, which contain arrays."""
+    """Return the most bytes of arrays that the answer to a request may have.
+
+    Args:
+      *operands: the arguments of the request: problems, mappings and sequences that contain arrays.
+    """
     return _COPIES * 8 * _count_elements(operands) * max(1, _count_problems(operands)) + _SLACK
 
 
 def pack_answer(value: Any) -> bytes:
-    """Serialize plain data: numbers, strings, arrays, and containers of these. Raises `UnsupportedResult`."""
+    """Serialize None, booleans, numbers, strings, arrays, and lists, tuples and dicts of these.
+
+    Raises:
+      UnsupportedResult: for anything else.
+    """
     arrays: list[bytes] = []
     text = json.dumps(_encode(value, arrays)).encode()
     rest = b"".join(arrays)
@@ -93,7 +101,14 @@ def pack_answer(value: Any) -> bytes:
 
 
 def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
-    """Return the bytes of an answer's JSON and arrays from its first 16 bytes. Raises `UnreadableAnswer`."""
+    """Return the number of bytes of an answer's JSON, and of its arrays.
+
+    Args:
+      head: the first 16 bytes of the answer.
+
+    Raises:
+      UnreadableAnswer: if a length exceeds its limit.
+    """
     text, rest = LENGTHS.unpack(head)
     if text > MAX_JSON_BYTES:
         raise UnreadableAnswer(f"an answer with {text:,} bytes of JSON; at most {MAX_JSON_BYTES:,} are read")
@@ -103,7 +118,11 @@ def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
 
 
 def parse_answer(text: bytes, rest: bytes) -> Any:
-    """Deserialize an answer from its JSON and its arrays' bytes. Raises `UnreadableAnswer` for other data."""
+    """Deserialize an answer from its JSON and the bytes of its arrays.
+
+    Raises:
+      UnreadableAnswer: for data that `pack_answer` would not have written.
+    """
     if len(text) > MAX_JSON_BYTES:
         raise UnreadableAnswer(f"an answer with {len(text):,} bytes of JSON")
     try:

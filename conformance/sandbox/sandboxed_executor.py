@@ -120,7 +120,11 @@ class SandboxedExecutor(Executor):
         return SandboxedExecutor(self.implementation, self._process.with_default_flags(), None, self._variant)
 
     def create_fresh(self) -> Executor:
-        """Return an executor in a new process, or one that compiles anew where an accelerator is not shared."""
+        """Return an executor with the same options in a new process.
+
+        Processes cannot share an accelerator. So there the new executor uses the same process, but compiles everything
+        again.
+        """
         if self.backend != "cpu":
             return SandboxedExecutor(
                 self.implementation, self._process, self.options, self._variant, next(_GENERATIONS)
@@ -169,7 +173,15 @@ def load_sandboxed(
     first_handshake: str = "",
     sandbox: SandboxPolicy | None = None,
 ) -> Implementation:
-    """Load a kernel in its own process, equal to the first handshake. Raises `ImplementationNotFound`, in one line."""
+    """Load a kernel in a process of its own, and return an implementation with its declarations and a proxy.
+
+    Args:
+      first_handshake: the kernel's first handshake with another process of this run (`collect_handshakes`); empty if
+        there was none.
+
+    Raises:
+      ImplementationNotFound: if the kernel cannot be loaded; the message is one line.
+    """
     proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
         # The implementation gets the name by which it was found: the name that it declares may be another kernel's.
@@ -183,7 +195,11 @@ def load_sandboxed(
 
 
 def create_executor(implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> Executor:
-    """Return an executor, in the kernel's process if it has one; compiler options are for this process."""
+    """Return an executor for an implementation, in the kernel's process if it has one.
+
+    Args:
+      options: compiler options for an implementation in this process. A process of its own has flags instead.
+    """
     call = implementation.call
     if isinstance(call, KernelProxy):
         return SandboxedExecutor(implementation, call.process)

@@ -116,7 +116,11 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
 
 
 def _reap(kernel: int) -> int | None:
-    """Reap ended children, including adopted ones; return the wait status of the kernel's process if it ended."""
+    """Reap ended children, including adopted ones.
+
+    Returns:
+      The wait status of the kernel's process if it has ended, otherwise None.
+    """
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == kernel:

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("detection_table.json")
 
 
 def load_table(path: Path = FILE) -> dict[str, Any] | None:
-    """Load the detection table; None without the file. Raises `ValueError` for another schema."""
+    """Load the detection table; None if the file does not exist. Raises `ValueError` if the file has another schema."""
     if not path.is_file():
         return None
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -77,7 +77,10 @@ def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Simil
 def find_nearest(
     profile: ErrorProfile, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
 ) -> list[Similarity]:
-    """Find the possible bugs most similar to a kernel, one of each kind; empty if none is similar enough."""
+    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
+
+    Bugs that are not possible, by what else is known of the kernel, are left out.
+    """
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(profile)
     for each in rank_bugs(profile, bank):
@@ -147,7 +150,10 @@ def _select_comparable(one: ErrorProfile, other: ErrorProfile) -> dict[Element, 
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """Weigh each element by 1 / sqrt(elements of its case), so that cases count more with more wrong results."""
+    """Compute the weight of each element: 1 / sqrt(number of elements of the same case).
+
+    So a case with many wrong results counts more than a case with few, but not in proportion.
+    """
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 

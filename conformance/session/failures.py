@@ -4,11 +4,17 @@ from __future__ import annotations
 
 
 class CannotJudge(Exception):
-    """Raised if a session or command cannot do its work (exit code 2); the message is the user's one line."""
+    """Raised if a session or command cannot do its work, for example because of its options.
+
+    The message is the one line that the user sees. The exit code is 2.
+    """
 
 
 class RunStopped(Exception):
-    """Raised by callbacks, as at `--fail-fast`, to stop a run that keeps and reports its records; it says why."""
+    """Raised to stop a run in an orderly way: the records so far are kept and reported. The message says why.
+
+    The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.
+    """
 
 
 def choose_exit_code(*, is_wrong: bool, is_judged: bool) -> int:

@@ -52,7 +52,10 @@ def isolate_settings() -> Iterator[None]:
 
 
 def start_fork_server_for(implementations: Iterable[str], *, in_process: bool, workers: bool = False) -> None:
-    """Start the fork server early if kernels of the user (names with a colon) or workers will need it."""
+    """Start the fork server if kernels or workers will need it, so that it loads JAX while this process does.
+
+    A name with a colon is a kernel of the user. It runs in a process of its own, unless `in_process` is set.
+    """
     kernels = any(":" in name for name in implementations) and not in_process
     if workers or kernels:
         forked_process.start_server()

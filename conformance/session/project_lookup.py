@@ -54,7 +54,15 @@ def load_project_settings(folder: Path | None = None) -> Settings:
 def build_kernel_options(
     spec: RunSpec, *, hidden_files: Sequence[str] | None = None, handshakes: Sequence[tuple[str, str]] = ()
 ) -> KernelOptions:
-    """Build how kernels are found and where they run, and what they must not read. Raises `CannotJudge`."""
+    """Build the options that say how kernels are found and where they run.
+
+    Args:
+      hidden_files: files that kernels must not read; those that the spec names if left out.
+      handshakes: pairs of a kernel's name and its handshake with the process that started this one.
+
+    Raises:
+      CannotJudge: for a problem or a sandbox option that cannot be used.
+    """
     problem, problems = spec.problem, index_problems()
     if problem is not None and problem not in problems:
         raise CannotJudge(
@@ -79,7 +87,11 @@ def build_kernel_options(
 
 
 def find_implementations(names: Sequence[str], kernels: KernelOptions = SANDBOXED) -> list[Implementation]:
-    """Find implementations by name, sandboxed unless `kernels` says otherwise. Raises `CannotJudge`."""
+    """Find implementations by their names. A kernel of the user is sandboxed unless `kernels` says otherwise.
+
+    Raises:
+      CannotJudge: if a name is unknown or cannot be loaded, or if `--products` is given and declares nothing.
+    """
     try:
         found = [kernels.find(name) for name in names]
     except implementation_registry.ImplementationNotFound as error:

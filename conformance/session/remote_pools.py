@@ -18,7 +18,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class RemotePool:
-    """Processes that judge for this one, with facts for the run record on workers of another platform."""
+    """Processes that judge for this one."""
 
     pool: TaskPool
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -33,7 +33,15 @@ def open_pool(
     *,
     is_given: bool,
 ) -> RemotePool:
-    """Open the options' cluster, or the caller's executor, unless implementations are objects. Raises `CannotJudge`."""
+    """Open the cluster that the options name, or the executor of the caller.
+
+    Args:
+      executor: the executor; None if the options name a cluster.
+      is_given: whether the implementations are objects of the caller, which other processes cannot find by name.
+
+    Raises:
+      CannotJudge: if these processes cannot judge for this one; the message is one line.
+    """
     if is_given:
         raise CannotJudge("other processes find implementations by name: give names in the options, not objects")
     if executor is not None and options.cluster is not None:

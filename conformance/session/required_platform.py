@@ -14,7 +14,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class PlatformSelection:
-    """Implementations that run natively on a platform, and names of those left out, by reason."""
+    """The implementations that run natively on a required platform, and those that do not."""
 
     platform: str
     kept: tuple[Implementation, ...]

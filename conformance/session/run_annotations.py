@@ -38,7 +38,10 @@ def annotate_comparison(changed: Comparison) -> list[str]:
 
 
 def _find_place(record: Record) -> github_annotations.Place | None:
-    """Return the file, relative to GitHub's checkout, and line of the user's code that raised; None if unknown."""
+    """Return the file and line of the user's code at which a call raised; None if unknown or outside the checkout.
+
+    The file's path is relative to the top of GitHub's checkout.
+    """
     if record.verdict != ERROR or (place := kernel_errors.parse_place(record.reason)) is None:
         return None
     top = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())

@@ -36,7 +36,11 @@ class ComparedRuns:
 
 
 def read_compared_runs(names: str, *, command: str) -> ComparedRuns:
-    """Read the runs of files, names joined by commas, as one side of a comparison. Raises `CannotJudge`."""
+    """Read the runs of files, their names joined by commas, as one side of a comparison.
+
+    Raises:
+      CannotJudge: if a file cannot be read, or its runs cannot be merged (`gather_compared_runs`).
+    """
     recorded = [one for name in names.split(",") for one in read_recorded_runs(name)]
     return gather_compared_runs(recorded, names, command=command)
 

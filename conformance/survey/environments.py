@@ -31,14 +31,18 @@ class CannotCreateEnvironment(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CreatedEnvironment:
-    """An environment on disk: its interpreter and packages, as `pip freeze` prints them, without this project."""
+    """An environment that exists on disk."""
 
     python: Path
     packages: tuple[str, ...]
 
 
 def find_uv() -> str:
-    """Find the program uv in this environment or on the path. Raises `CannotCreateEnvironment`."""
+    """Find the program uv: that of the package `uv` in this environment, or the one on the path.
+
+    Raises:
+      CannotCreateEnvironment: if there is none.
+    """
     try:
         import uv  # imported late: the package is optional
 
@@ -51,7 +55,11 @@ def find_uv() -> str:
 
 
 def create_environment(described: Environment, folder: Path) -> CreatedEnvironment:
-    """Create an environment in a folder, or return an equal one there. Raises `CannotCreateEnvironment`."""
+    """Create an environment in a folder, or return the one there if it was created for the same description.
+
+    Raises:
+      CannotCreateEnvironment: if Python or a package cannot be installed.
+    """
     project = describe_project()
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if (kept := _read_stamp(folder, described, project)) is not None and python.exists():

@@ -83,7 +83,14 @@ def judge_row(
     show: bool = False,
     on_step: Callable[[str], None],
 ) -> RowOutcome:
-    """Judge a row in its folder, or continue or time it, and write how it ended; `show` prints the run's output."""
+    """Judge a row in its folder, and write how it ended. A run that was stopped there is continued.
+
+    A row that was judged there is only timed, if that is asked for.
+
+    Args:
+      bench: whether judged functions are timed too, which needs an otherwise idle machine.
+      show: whether the run's own output goes to the terminal, besides the log.
+    """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     outcome = RowOutcome(NOT_INSTALLED, functions=row.functions, level=level)

@@ -61,7 +61,11 @@ def select_rows(
 
 
 def _find_functions(libraries: Mapping[str, Library], name: str) -> tuple[Library, tuple[str, ...]]:
-    """Find a library's functions by name or prefix before a dot, or all; raise `CannotJudge` if there is none."""
+    """Find the functions of a library, the function of this name, or those whose names begin with it and a dot.
+
+    Raises:
+      CannotJudge: if there is none.
+    """
     name = name.removeprefix(PREFIX)
     if name in libraries:
         return libraries[name], libraries[name].implementation_names

@@ -19,7 +19,17 @@ from conformance.truth.roundoff import compute_walk_steps
 
 
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
-    """Bound how far equal terms of `[G, T, S] @ [S, H]` exceed a random walk, in unit roundoffs; 0 if few are equal."""
+    """Bound how far equal terms take the rounding error of `weights @ values` above that of a random walk.
+
+    The bound is 0 if few terms are equal.
+
+    Args:
+      weights: `[G, T, S]`.
+      values: `[S, H]`.
+
+    Returns:
+      the excess `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
+    """
     walk = compute_walk_steps(values.shape[0])
     of_values = _count_most_frequent(values.T)  # [H]
     if (of_values / 2 <= walk).all():
@@ -29,7 +39,10 @@ def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
 
 
 def _count_most_frequent(x: Array) -> Array:
-    """Count the most frequent value along the last axis, compared in f32, except zeros, whose sums are exact."""
+    """Count how often the most frequent value occurs along the last axis, where values are compared in f32.
+
+    Zeros do not count, since adding them is exact.
+    """
     ordered = np.sort(x.astype(np.float32), axis=-1)
     place = np.arange(ordered.shape[-1])
     begins = np.ones(ordered.shape, bool)

@@ -75,7 +75,7 @@ _LEAST_EXPONENT = {"bf16": -125, "f16": -13}
 
 @dataclasses.dataclass(frozen=True)
 class ErrorVariance:
-    """Exact values, the expected variance of a correct kernel's errors, and the output dtype's spacing there."""
+    """Exact values of a result with the expected variance of a correct kernel's errors; arrays have its shape."""
 
     value: Array
     variance: Array
@@ -239,13 +239,24 @@ def _compute_rounding_variance(squares: Array, u: Roundoff) -> Array:
 
 
 def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:
-    """Compute the variance of rounding partial sums over heads `[G, ...]`, without the first and the last one."""
+    """Compute the variance of rounding partial sums over the heads `[G, ...]`, as the mean over both orders.
+
+    The first head is no sum yet, and the last sum is the result, so neither counts.
+    """
     forth, back = (np.cumsum(order, axis=0)[1:-1] for order in (by_head, by_head[::-1]))
     return (compute_ulp(forth, dtype) ** 2 + compute_ulp(back, dtype) ** 2).sum(axis=0) / 24
 
 
 def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
-    """Compute the variance `[G, n, .]` of `x @ y`, rounded after each block, as the mean over both orders, or 0."""
+    """Compute the variance of `x @ y` if its sum is rounded after each block, as the mean over both orders.
+
+    Args:
+      x: `[G, n, m]`.
+      y: `[m, .]` or `[G, m, .]`.
+
+    Returns:
+      the variance `[G, n, .]`, or 0 if no sum is rounded after a block.
+    """
     if u.block is None:
         return 0.0
     y = np.broadcast_to(y, (len(x), *y.shape[-2:]))

@@ -40,7 +40,7 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A projection before and after each step, with positions `[3, L]` and the norm's weights `[H]` or None."""
+    """One projection (q or k) before and after each step of a front end, as the backward pass needs it."""
 
     steps: tuple[str, ...]
     at: Array
@@ -71,7 +71,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """The operands that a front end made from raw projections; `shared` if the values are the raw keys."""
+    """The operands that a front end made from raw projections, with what its backward pass needs."""
 
     q: Stream
     k: Stream

@@ -135,14 +135,17 @@ class LowPrecisionSoftmax:
         return np.where(self.small[..., None], 0.0, x)
 
     def _over_rows(self, x: Array, y: Array) -> Array:
-        """Bound errors of `x^T y [G, S, .]` from errors `x [G, T, S]`, in quadrature over `small` rows."""
+        """Bound the errors of `x^T y`, `[G, S, .]`, from errors `x [G, T, S]` and factors `y [G, T, .]`.
+
+        The errors of different rows are added in quadrature, or by magnitude for rows that are not `small`.
+        """
         squares, magnitudes = (z.transpose(0, 2, 1) for z in (self._squares(x), self._magnitudes(x)))
         return np.sqrt(2 * (squares @ y**2)) + magnitudes @ np.abs(y)
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxGradientErrors:
-    """Errors that a softmax in the operands' dtype adds to gradients: dk and dv by query head, dsink by row."""
+    """Errors that a softmax in the operands' dtype adds to gradients."""
 
     dq: Array
     dk: Array

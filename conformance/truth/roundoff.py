@@ -100,7 +100,10 @@ def get_dtype_name(dtype: np.dtype) -> str:
 
 
 def compute_gamma(terms: int) -> float:
-    """Bound an f32 sum's error relative to its magnitudes (`conformance.truth.rounding_bounds` derives it)."""
+    """Bound the error of an f32 sum of `terms` terms, relative to the sum of their magnitudes.
+
+    `conformance.truth.rounding_bounds` derives it.
+    """
     return U * compute_walk_steps(terms)
 
 

@@ -22,7 +22,7 @@ from conformance.truth.roundoff import U, compute_gamma
 
 @dataclasses.dataclass(frozen=True)
 class BoundedNumber:
-    """Exact values in float64, with bounds of the error of the same computation in f32."""
+    """An array of exact values in float64 with error bounds of the same computation in f32."""
 
     value: Array
     error: Array
@@ -96,7 +96,11 @@ def _add_rounding(value: Array, error: Array, roundoff: float = U) -> BoundedNum
 
 
 def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: BoundedNumber) -> BoundedNumber:
-    """Replace entries along the last axis of `whole` by `parts`, pairs of indices and new entries."""
+    """Replace entries along the last axis of `whole` by parts.
+
+    Args:
+      parts: pairs of indices along the last axis and the new entries at these indices.
+    """
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:
         value[..., places], error[..., places] = part.value, part.error

@@ -76,7 +76,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel chosen for a call, the reason, and candidates `passed_over`, so that no fallback is silent."""
+    """The kernel that is chosen for a call, with the reason."""
 
     kernel: str
     reason: str

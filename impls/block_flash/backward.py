@@ -70,7 +70,10 @@ def backward(
     d_out: Float[Array, "B T N V"],
     d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
-    """Compute the gradient of every operand but slopes, segment ids and selections, in its shape and dtype."""
+    """Compute the gradient of every operand, in the operand's shape and dtype.
+
+    Slopes, segment ids and selections have no gradient.
+    """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
     # The row sums D - dlse, where D is equation (11).
@@ -128,7 +131,12 @@ def compute_pair_gradients(
     shift: Float32[Array, "B K G block_q"],
     row_sums: Float32[Array, "B K G block_q"],
 ) -> PairGradients:
-    """Compute a pair's gradients; `shift` is `logsumexp`, 0 in empty rows, and `row_sums` is `D - dlse`."""
+    """Compute the gradient contributions of one pair of blocks.
+
+    Args:
+      shift: `logsumexp`, 0 for rows that attend to nothing.
+      row_sums: `D - dlse`, where `D` is equation (11) of the module docstring.
+    """
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # probabilities, equation (8)
     dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # dv, equation (9)

@@ -22,7 +22,10 @@ _BLOCK_LENGTHS = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
-    """Look up the block sizes for the default device, of the longest measured length below both lengths."""
+    """Look up the block sizes for the default device.
+
+    Of the measured lengths that are at most both lengths, the longest counts.
+    """
     device = jax.devices()[0].device_kind
     fitting = [
         entry

@@ -107,7 +107,10 @@ class _KeyBlocks(NamedTuple):
 
 
 def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
-    """Compute attention over packed sequences, with a batch axis of size 1 and linear memory."""
+    """Compute attention over packed sequences. Results have a batch axis of size 1.
+
+    Memory beyond operands and outputs is linear in the lengths.
+    """
     queries, keys = _cut_operands(plan, operands, tables)
     nothing = start_softmax(queries.q.shape[1:-1], operands.v.shape[-1])
     nothing = mark_varying(nothing, find_varying_axes((operands, tables)))

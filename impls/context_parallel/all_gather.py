@@ -69,7 +69,7 @@ def all_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _GatherPlan:
-    """Static part of all-gather attention; `masks` has each device's index of its queries' mask in `local.masks`."""
+    """Static part of a call of all-gather attention."""
 
     local: LocalAttention
     masks: tuple[int, ...]

@@ -11,7 +11,11 @@ from impls.contract.implementation import Accelerator, Implementation
 
 
 def build_implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
-    """Declare `kernel` on several devices under `name`. Raises `ValueError` without the residuals it needs."""
+    """Declare `kernel` on several devices under `name`, with further options of `attention`.
+
+    Raises:
+      ValueError: the kernel does not return `max_logits` and a differentiable `logsumexp`.
+    """
     if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
         raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")
     call = functools.partial(attention, kernel=kernel.call, method=method, **options)

@@ -88,7 +88,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of ring attention; `table[rank][source]` is the index in `local.masks` of their mask."""
+    """Static part of a call of ring attention."""
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]

@@ -23,7 +23,10 @@ _WIDER: Mapping[Any, type] = {frozenset: Set, tuple: Sequence}
 
 
 def validate_arguments(target: _Target) -> _Target:
-    """Decorate a function or dataclass to check its arguments; NumPy scalars become Python numbers."""
+    """Decorate a function or a dataclass so that each call checks its arguments (`check_arguments`).
+
+    A NumPy scalar reaches the function as a Python number. All other arguments reach it as they are.
+    """
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc] # that of the class
     parameters = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
@@ -95,7 +98,10 @@ def _is_text(value: object) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is what an annotation names; a bool is no number, and text no sequence."""
+    """Return whether a value is what an annotation names.
+
+    An int is a float, a set a frozenset and a list a tuple. A bool is no number, and text no sequence.
+    """
     value, kind, parts = _convert_scalar(value), get_origin(hint) or hint, get_args(hint)
     kind = _WIDER.get(kind, kind)
     if kind in (Union, types.UnionType):

@@ -36,7 +36,11 @@ ScaledQ = Literal[False, True, "base2"]
 
 
 def declared(default: Any, says: str, *, loosens: str = "nothing") -> Any:
-    """Return the field of a declaration: default, meaning, and what is judged less strictly because of it."""
+    """Return the field of a declaration.
+
+    Args:
+      loosens: what is judged less strictly, or not at all, because of it.
+    """
     return dataclasses.field(default=default, metadata={"says": says, "loosens": loosens})
 
 

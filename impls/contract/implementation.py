@@ -85,7 +85,10 @@ Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Ma
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Pass the mask as `mask`, the default lowering: traced if a field of it or of a mask inside is."""
+    """Pass the mask object itself as the argument `mask`; this is the default lowering.
+
+    The mask is a traced operand if it, or a mask inside it, has fields that JAX traces. Otherwise it is static.
+    """
     del batch, num_q_heads, q_length, kv_length
     if any(leaf.traced for leaf in iter_leaves(mask)):
         return {}, {"mask": mask}

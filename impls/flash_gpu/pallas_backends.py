@@ -39,7 +39,16 @@ MAX_MOSAIC_DEPTH = 256
 
 
 def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
-    """Choose Mosaic's kernels; None prefers them on a supported Hopper. Raises `ValueError`, `NotImplementedError`."""
+    """Choose the kernels of the call that Mosaic GPU computes.
+
+    Args:
+      backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
+        is supported, and Triton elsewhere.
+
+    Raises:
+      ValueError: there is no such back end.
+      NotImplementedError: Mosaic was requested, and does not support the call or the GPU.
+    """
     if backend not in (None, "triton", "mosaic"):
         raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
     if backend == "triton" or (backend is None and plan.interpret):
@@ -63,7 +72,10 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
 
 
 def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
-    """Return what Mosaic does not support about a call, or None; `kind` is the GPU's, None in an interpreter."""
+    """Return what Mosaic kernels do not support about a call, or None if they support it.
+
+    `kind` is JAX's device kind of the GPU, or None in an interpreter.
+    """
     if kind is not None and (reason := find_device_limit(kind)) is not None:
         return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -102,7 +114,10 @@ def find_misfit(
 
 
 def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
-    """Replace rings that do not fit, with segment ids and dead keys of this call, by the largest that do."""
+    """Replace rings of Mosaic kernels that do not fit this call by the largest ones that do.
+
+    So tiles are chosen for each call: segment ids and keys that no query attends to take shared memory of their own.
+    """
     sizes = plan.sizes
     fit = functools.partial(
         fit_ring, depths=(plan.head_dim, plan.v_head_dim), segmented=plan.segmented, dead_keys=plan.has_dead_keys

@@ -120,7 +120,10 @@ class FlashGpuPlan:
 
     @functools.cached_property
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of the mask's leaves by name (`name_leaf`): int32 lengths `[B]`, int8 masks `[b, n, T, S]`."""
+        """Arrays of the mask's leaves that are not formulas, by name (`name_leaf`).
+
+        Lengths are int32 `[B]`. Boolean masks `[b, n, T, S]` are int8, the dtype that tiles can load.
+        """
         arrays: dict[str, np.ndarray] = {}
         for place, leaf in enumerate(iter_leaves(self.mask)):
             if isinstance(leaf, Lengths):

@@ -11,7 +11,14 @@ from unittest import mock
 
 
 def load_module(package: str, path: str, stubs: Mapping[str, ModuleType | mock.Mock] | None = None) -> ModuleType:
-    """Load a file of a package without importing the package, over `stubs`. Raises `ImportError` if it is not there."""
+    """Load the file `path` of a top-level package, without importing the package.
+
+    Args:
+      stubs: modules to put in the place of those that the file imports, only while it is loaded.
+
+    Raises:
+      ImportError: if the package is not installed, or has no such file.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"{package} is not installed")

@@ -21,7 +21,14 @@ def refuse_unsupported(
     offers: Collection[str] = (),
     **options: Any,
 ) -> None:
-    """Raise `NotImplementedError`, with the reason, for a feature in `unsupported`, or opt-in and not in `offers`."""
+    """Refuse a call that needs a feature in `unsupported`, or an opt-in feature that is not in `offers`.
+
+    Args:
+      **options: the other operands of the contract by name; None for one that is not given.
+
+    Raises:
+      NotImplementedError: a feature is not supported; the message names it and the reason.
+    """
     for feature in list_requested_features(*arrays, mask, options):
         if feature in unsupported or (feature in OPT_IN and feature not in offers):
             because = f": it {unsupported[feature]}" if feature in unsupported else ""

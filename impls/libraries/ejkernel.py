@@ -43,7 +43,10 @@ def flash(
     bias: Any = None,
     scale: Any = None,
 ) -> Any:
-    """`ejkernel.kernels._xla.flash_attention`: sinks by head or not, products in the operands' dtype."""
+    """`ejkernel.kernels._xla.flash_attention`, with sinks as documented: `[num_sinks]` or `[num_heads, num_sinks]`.
+
+    Products are in the dtype of the operands, and the scans over blocks of 128 are differentiated by JAX.
+    """
     q_segment_ids, kv_segment_ids = (None, None) if segment_ids is None else segment_ids
     return flash_attention(
         q,

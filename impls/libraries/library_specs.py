@@ -54,7 +54,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A published library, as its file describes it (module docstring); `functions` are attributes of `NAME.py`."""
+    """A published library, as its file describes it; the module's docstring explains the keys."""
 
     name: str
     package: str

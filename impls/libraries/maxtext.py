@@ -60,7 +60,10 @@ def flash(
     scale: Any = None,
     save_residuals: bool = False,
 ) -> Any:
-    """`flash_attention_block_masked` with logits, not fused (no gradients), and sums in the queries' dtype."""
+    """`flash_attention_block_masked` with logits in the dtype of the queries, as documented for full precision.
+
+    Logits are not fused, since that does not support gradients. All sums are in the dtype of the queries.
+    """
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:

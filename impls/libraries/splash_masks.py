@@ -10,7 +10,14 @@ BLOCK = 128  # The default block of both libraries. Key blocks must be multiples
 
 
 def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
-    """Build the library's mask of lengths `(T, S)`, or an array; `LocalMask` counts sides as `Window` does."""
+    """Build the library's mask of the same meaning, or an array where it has none.
+
+    `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
+
+    Args:
+      mask: the same for all heads and batch rows.
+      shape: lengths `(T, S)`.
+    """
     match mask:
         case Full():
             return library.FullMask(shape)

@@ -51,7 +51,10 @@ Array = jax.Array
 def backward(
     plan: MobaPlan, operands: Operands, work: MobaWork, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> Operands:
-    """Compute the gradient of every operand, in the operand's shape and dtype; cotangents are `[B, T, N, V]`."""
+    """Compute the gradient of every operand, in the operand's shape and dtype.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
     lanes = split_lanes(plan, operands)
     # The row sums D - dlse, where D is equation (11).
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)

@@ -22,7 +22,12 @@ from impls.jax_compat import Interpret
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
-    """Return a `Moba` mask that fits. Raises `NotImplementedError` for others, `ValueError` if it does not fit."""
+    """Return the mask if it is a `Moba` mask that fits the lengths.
+
+    Raises:
+      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
+      ValueError: the mask does not fit the lengths.
+    """
     if isinstance(mask, Moba):
         mask.check_lengths(q_length, kv_length)
         return mask
@@ -108,7 +113,10 @@ class MobaPlan:
 
     @property
     def block_rows(self) -> int:
-        """Rows per block, a power of two: about half of the rows per bin, so that few are padding."""
+        """Number of rows per block, a power of two.
+
+        It is about half of the average number of rows per bin, so that there are few padding rows.
+        """
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
@@ -135,7 +143,10 @@ class MobaWork(NamedTuple):
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """Divide the rows into blocks by their chunks `chosen`, int32 `[L, R, slots]`, `C` for an empty slot."""
+    """Divide the rows into blocks by the chunks that they selected.
+
+    `chosen`, int32 `[L, R, slots]`, has the indices of these chunks in their lane, and `C` for an empty slot.
+    """
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)

@@ -140,7 +140,10 @@ _Residuals = tuple[Operands, MobaWork, jax.Array, jax.Array]
 
 
 def _get_derivative_refusal(plan: MobaPlan) -> Callable[..., Any]:
-    """Return the wrapper that refuses second derivatives, on TPU forward mode too, as the grid's length is traced."""
+    """Return the wrapper that refuses second derivatives.
+
+    On TPU it also refuses forward mode, since JAX cannot differentiate a kernel whose grid length is traced.
+    """
     return refuse_derivatives if plan.backend == "tpu" else refuse_reverse_mode
 
 

@@ -79,7 +79,10 @@ def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
 def sum_gradients(
     plan: MobaPlan, lanes: Lanes, work: MobaWork, d_outs: Array, logsumexp: Array, row_sums: Array
 ) -> GradientSums:
-    """Sum the gradients over all blocks, dq and dk unscaled; `d_outs [L R, V]`, residuals and sums f32 `[L R]`."""
+    """Sum the gradients over all blocks; dq and dk are not yet scaled.
+
+    `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
+    """
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=True)
     q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
     # An infinite logsumexp makes the probabilities of padding rows zero.
@@ -121,7 +124,10 @@ def _get_sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
 
 
 class _VmemRoom(NamedTuple):
-    """The number of keys that are computed at once, and the VMEM to request; None if the default suffices."""
+    """The number of keys that are computed at once, and the bytes of VMEM to request.
+
+    `vmem` is None if the default amount of VMEM suffices.
+    """
 
     keys: int
     vmem: int | None
@@ -132,7 +138,11 @@ class _VmemRoom(NamedTuple):
 
 
 def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
-    """Halve the queries per block until both passes fit VMEM. Raises `NotImplementedError` if none do."""
+    """Halve the queries per block of `plan` until both passes fit VMEM.
+
+    Raises:
+      NotImplementedError: not even the smallest block fits.
+    """
     while True:
         try:
             _find_room(plan, depths, itemsize, backward=True)
@@ -145,7 +155,11 @@ def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> Mo
 
 
 def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _VmemRoom:
-    """Halve the number of keys to compute at once until they fit VMEM; `NotImplementedError` if none does."""
+    """Find the number of keys to compute at once: the requested number, halved until the kernel fits VMEM.
+
+    Raises:
+      NotImplementedError: no number of keys fits.
+    """
     limit = find_limit(None)
     keys = min(plan.keys_together, round_up(plan.moba.chunk, LANES))
     while (need := _estimate_vmem(plan, depths, itemsize, keys, backward=backward)) > limit.bytes and keys > LANES:
@@ -160,7 +174,10 @@ def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backwa
 
 
 def _estimate_vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
-    """Estimate a kernel's VMEM in bytes: blocks twice, since they are prefetched, and the values of a step once."""
+    """Estimate the bytes of VMEM that a kernel needs.
+
+    Blocks count twice, since the next blocks are prefetched. The intermediate values of a step count once.
+    """
     h, v = (round_up(depth, LANES) for depth in depths)
     rows, chunk = plan.block_rows, round_up(plan.moba.chunk, keys)
     fetched = (rows * h + chunk * (h + v)) * item
@@ -303,7 +320,10 @@ def _backward_kernel(
 
 
 def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Scalar) -> Any:
-    """Call `add` for `size` keys of a chunk at a time; those that every row sees come first, without a mask."""
+    """Call `add` for the keys of a chunk, `size` keys at a time.
+
+    Keys that every row sees come first and need no mask. Keys that only some rows see follow, with a mask.
+    """
     every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
     so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
     return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
@@ -312,7 +332,10 @@ def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start:
 def _compute_logits(
     plan: MobaPlan, q: Array, k: Array, first: Scalar, last: Array | None
 ) -> tuple[Array, Array | None]:
-    """Compute z, (1) to (3) of `moba_blocks`, in log 2 `[r, size]`, masked by `last`, and the cap's derivative."""
+    """Compute the logits z in units of log 2, `[r, size]`, and the derivative of the soft cap.
+
+    These are equations (1) to (3) of `impls.moba.moba_blocks`. If `last` is None, no logit is masked.
+    """
     x = _multiply(plan, q, k, (1, 1))
     slope = None
     if plan.soft_cap is None:

@@ -39,7 +39,10 @@ class VmemRoom(NamedTuple):
 
 
 class PageBlocks(NamedTuple):
-    """Page blocks that each query tile copies, int32 `[L]` for the most tiles; none past the last in use."""
+    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
+
+    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
+    """
 
     slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
     end: jax.Array  # one past the last index into this row that the tile needs
@@ -79,7 +82,10 @@ def find_chip_room() -> VmemRoom:
 
 
 def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
-    """Choose the queries per tile, as many as fit VMEM, at most 128; a latent's row takes 9.3 KiB."""
+    """Choose the default queries per tile: as many as fit VMEM, at most 128.
+
+    A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
+    """
     rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
     return max(1, min(total_q, 128, rows // heads))
 

@@ -141,7 +141,10 @@ def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
 
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret, mosaic: bool = False) -> Part:
-    """Attend to each key a query sees, `[total_q, N, .]`, shares by Mosaic if `mosaic`; Triton merges them."""
+    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence.
+
+    `mosaic` selects the Mosaic GPU kernel for the shares; Triton merges them in any case.
+    """
     assert operands.v_pages is not None  # there is no GPU kernel for latents
     launch = _build_launch(plan, operands, operands.v_pages.shape[3], mosaic=mosaic)
     total, heads = operands.q.shape[:2]

@@ -118,7 +118,10 @@ def is_quantized(stored_dtype: Any) -> bool:
 
 
 def count_slots(head_dim: int, v_head_dim: int, stored_dtype: Any) -> tuple[int, int]:
-    """Count the slots of a program's ring, and the programs per multiprocessor: two, if each has two slots."""
+    """Count the slots of a program's ring, and the programs that fit a multiprocessor together.
+
+    There are two programs if each of them has two slots: while one begins or ends, the other one reads.
+    """
     pair = TILE_KEYS * (head_dim + v_head_dim)  # elements of a tile of k and one of v
     slot = pair * jnp.dtype(stored_dtype).itemsize
     # The queries, and the tiles that stored keys and values are converted to.
@@ -171,14 +174,20 @@ class Shares(NamedTuple):
 
 
 class VisibleKeys(NamedTuple):
-    """Keys that the rows of each tile see, `low <= j < high`, int32: one run for all rows together."""
+    """Keys that the rows of each tile of queries see: `low <= j < high`. Int32.
+
+    All rows of a tile together see one run of keys. A row of padding sees the same keys as another row.
+    """
 
     low: Int32[Array, "L {ROWS}"]
     high: Int32[Array, "L {ROWS}"]
 
 
 class ShareParts(NamedTuple):
-    """Parts of attention over each share's keys, by share, then column; those of empty shares are never written."""
+    """Parts of attention over the keys of each share, in the order of shares, then columns.
+
+    The memory of an empty share is never written.
+    """
 
     out: Float32[Array, "W*columns rows V"]
     max: Float32[Array, "W*columns rows"]

@@ -122,7 +122,10 @@ class RunningSoftmax(NamedTuple):
 def multiply(
     plan: TileArithmetic, a: Any, b: Scalar, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """Compute `a @ b`, or `a @ b.T`, in f32; calls `issued` before it waits. `b` is in shared memory."""
+    """Compute `a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
+
+    `issued` is called after the product is issued and before it is waited for.
+    """
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
         found = _multiply_values(a, b, transposed)
@@ -182,7 +185,10 @@ def get_exponent_factor(plan: TileArithmetic) -> jax.Array:
 def update_softmax(
     plan: TileArithmetic, old: RunningSoftmax, y: jax.Array, *, masked: bool
 ) -> tuple[RunningSoftmax, jax.Array]:
-    """Update the softmax by a tile of logits, whole rows hidden if `masked`; also return the weights, not added yet."""
+    """Update the softmax with a tile of logits. Return it and the tile's weights, which are not yet added to `out`.
+
+    `masked` says that the mask may hide whole rows of the tile.
+    """
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * get_exponent_factor(plan))  # maximum, equation (4)
     shift = replace_neg_inf(maximum) if masked else maximum
     weights = jnp.exp2(y * get_exponent_factor(plan) - broadcast_over_keys(shift, y.shape[1]))

@@ -39,7 +39,10 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """The accumulator, and values per query, the same in every lane; None where not needed."""
+    """Scratch of the kernel: the accumulator, and values per query as columns that are the same in every lane.
+
+    Fields are None where not needed.
+    """
 
     dq: Any  # [block_q, H] f32
     logsumexp: Any  # [block_q, 128] f32

@@ -83,7 +83,16 @@ Body = Callable[[Step, Any, Inputs, Outputs, Any], None]
 def launch(
     call: KernelCall, body: Body, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Any
 ) -> Outputs:
-    """Run `body(step, q_offset reader, blocks)` on every step of a shard. Raises `ValueError` beyond VMEM."""
+    """Run `body` on every step of the lists.
+
+    Args:
+      body: called with the step, a function that reads the position of the first query, and references to the blocks.
+      steps: lists of steps of one shard.
+      q_offset: position of the shard's first query, int32 `[1]`.
+
+    Raises:
+      ValueError: the block sizes do not fit VMEM.
+    """
     limit = find_limit(call.plan.vmem_limit_bytes)
     need = check_vmem(
         call.phase,

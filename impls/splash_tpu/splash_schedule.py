@@ -320,7 +320,12 @@ def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
 def _store_mask_blocks(
     mask: Mask, shape: tuple[int, int], blocks: Blocks, q: Any, kv: Any, head: Any, flags: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Store each distinct partial block once, `[X, block_q, block_kv]`, with each step's index `[shards, b, n, L]`."""
+    """Store each distinct partial block once.
+
+    Returns:
+      index of each step's block, `[shards, b, n, L]`.
+      the blocks, int8 `[X, block_q, block_kv]`.
+    """
     local, kv_length = shape
     known: dict[bytes, int] = {}
     found: list[np.ndarray] = []
@@ -373,7 +378,10 @@ def downcast(steps: Steps) -> Steps:
 def build_dynamic_steps(
     allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
 ) -> tuple[Steps, StepKinds]:
-    """Build steps for traced booleans `[b, n, T, S]`: each pair has one, which does nothing if it is empty."""
+    """Build the steps for a traced mask, booleans `[b, n, T, S]`.
+
+    Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.
+    """
     b, n, q_length, kv_length = allowed.shape
     padding = (
         (0, 0),

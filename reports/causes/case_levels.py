@@ -97,7 +97,10 @@ class Level:
 
 @functools.lru_cache(maxsize=1 << 15)
 def parse_fields(case: str) -> Mapping[str, str] | None:
-    """Parse a case id into the fields of `Case` that it names, each as the id writes it; None if it is no case id."""
+    """Parse a case id into the fields of `Case` that it names, each as the id writes it.
+
+    Returns None if `case` is no case id.
+    """
     parts = case.split("/")
     if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
         return None
@@ -208,7 +211,10 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
 
 
 def _iter_order_levels(spec: str) -> Iterator[Level]:
-    """Yield the levels of whether a query sees later keys; windows have neither, since their sides matter."""
+    """Yield the levels that say whether the mask lets a query attend to keys that come after it.
+
+    A window without a right side is causal too. It has neither level, since a fault of windows depends on their sides.
+    """
     terms = [] if "_or_" in spec else _TERM.split(spec)
     if any(_CAUSAL_TERM.match(term) for term in terms):
         words = "under a mask that is causal, whole or in chunks"
@@ -219,7 +225,10 @@ def _iter_order_levels(spec: str) -> Iterator[Level]:
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """Return a mask spec of this kind with an offset, which has another level; None if the kind takes none."""
+    """Return a mask spec of this kind with an offset, or None if the kind takes no offset.
+
+    Such an example has the level of the kind, but not the level of the kind without an offset.
+    """
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None
 
@@ -372,7 +381,10 @@ def find_oddities(case: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def rank_plainness(case: str) -> tuple[int, int, str]:
-    """Return a sort key: first the cases with the fewest unusual fields (`find_oddities`), then the smallest."""
+    """Return a sort key that puts the plainest cases first.
+
+    These are the cases with the fewest unusual fields (`find_oddities`), then the smallest ones.
+    """
     fields = parse_fields(case)
     if fields is None:
         return len(_SIZES), 0, case

@@ -170,7 +170,10 @@ def classify_record(record: Record) -> str:
 
 
 def is_wrong_form(record: Record) -> bool:
-    """Return whether a record fails by another dtype or shape, whose values cannot be compared."""
+    """Return whether a record fails because a result has another dtype or shape than expected.
+
+    The values of such a result cannot be compared.
+    """
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
 
@@ -196,7 +199,10 @@ def is_about_gradients(signal: str) -> bool:
 
 
 def find_raising_line(reason: str) -> re.Match[str] | None:
-    """Find the last match of a line that raises in a record's reason, with the group `place`; None without one."""
+    """Find the place in a record's reason that names the line that raises; the match has it as the group `place`.
+
+    Returns the last match, since an exception's message before it may contain anything. Returns None if there is none.
+    """
     return next(reversed(list(_RAISING_LINE.finditer(reason))), None)
 
 

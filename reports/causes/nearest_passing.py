@@ -60,7 +60,10 @@ def find_nearest_passing(
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """Find a passing case that differs from `case` only in the level's fields; an empty string if there is none."""
+    """Find a passing case without the level that differs from `case` only in the fields that decide the level.
+
+    Returns an empty string if there is none.
+    """
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
     for other in right:
         if level not in find_levels(other) and _drop_fields(parse_fields(other) or {}, level.fields) == wanted:
@@ -73,7 +76,7 @@ def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 
 def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
-    """Find an otherwise plain passing case that has all the levels; an empty string if there is none."""
+    """Find a passing case that has all the levels and is otherwise plain. Returns an empty string if there is none."""
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
     found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]
     return min(found, key=rank_plainness, default="") if levels else ""

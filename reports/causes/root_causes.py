@@ -77,7 +77,7 @@ def find_implementation_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """Levels that explain failures of a kind, and the name of the signal that shows the cause most plainly."""
+    """A combination of levels that explains failures."""
 
     kind: str
     signal: str
@@ -491,7 +491,10 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Join signals by check, and those without into one: red if any is, green if one is and none is red."""
+    """Join signals: those of kind `CHECK` by check, and all other signals into one.
+
+    A joined signal is red in a case if any of its signals is red there. It is green if one is green and none is red.
+    """
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
         groups.setdefault(_get_check(name) if _classify_signal(name) == CHECK else "", []).append(signal)
@@ -500,7 +503,10 @@ def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
 
 
 def _name_unexplained(record: Record) -> tuple[str, str]:
-    """Return the kind and name that group unexplained records: a raising line, a check, a known reason, or empty."""
+    """Return the kind and the name by which unexplained records are grouped into findings.
+
+    Depending on the kind, the name is the line that raises, the check, the reason of a known failure, or empty.
+    """
     kind = classify_record(record)
     by = {RAISES: _name_signal(record), CHECK: record.check, UNEXPECTED: record.reason}
     return kind, by.get(kind, "")

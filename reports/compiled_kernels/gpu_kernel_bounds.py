@@ -43,7 +43,10 @@ class KernelBound:
 
 @dataclasses.dataclass(frozen=True)
 class BoundRow:
-    """A kernel's bounds by GPU, in the case where it takes the most cycles per pair of query and key."""
+    """The bounds of one kernel, in the case where it takes the most cycles per pair of query and key.
+
+    `cells` has the bounds by GPU.
+    """
 
     implementation: JudgedImplementation
     case: str
@@ -54,7 +57,10 @@ class BoundRow:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTable:
-    """The table of bounds by kernel and GPU, and charts that compare programs between implementations."""
+    """The table of bounds, with a row for each kernel and a column for each GPU.
+
+    `charts` compares the same programs between implementations.
+    """
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]

@@ -37,7 +37,10 @@ class ScheduleFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """A kernel's numbers by TPU generation, in the case where its blocks take the most cycles."""
+    """The numbers of one kernel, in the case where its blocks take the most cycles.
+
+    `cells` has the numbers by TPU generation.
+    """
 
     implementation: JudgedImplementation
     case: str

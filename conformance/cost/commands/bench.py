@@ -80,7 +80,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
-    """Trace a kernel in a sandbox on each case. Raises `CannotJudge` if it would end or hang this process."""
+    """Refuse a kernel that would end or hang this process, in which it would be timed.
+
+    To find out, the kernel is traced once in a sandbox, on each case.
+
+    Raises:
+      CannotJudge: if the sandbox's process ends or hangs.
+    """
     implementation = project_lookup.find_implementation(name)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
@@ -97,7 +103,11 @@ def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """Return the limits on timing (`--runs`, `--seconds`). Raises `CannotJudge` if one is not positive."""
+    """Return the limits on timing that the command line sets (`--runs`, `--seconds`).
+
+    Raises:
+      CannotJudge: if a limit is not positive.
+    """
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
     if not arguments.seconds > 0:
@@ -114,7 +124,15 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write measurements as JSON lines, and a page named `level`, where given. Raises `CannotJudge` if it cannot."""
+    """Write the files that the user asked for: measurements as JSON lines, and a page with its data.
+
+    Args:
+      outputs: paths of the files; a path that is None is skipped.
+      level: name of the command, which the page shows in place of a level of the grid.
+
+    Raises:
+      CannotJudge: if a file cannot be written.
+    """
     reason = environment.find_timing_distortion()
     info = RunInfo(
         command=format_command_line(),

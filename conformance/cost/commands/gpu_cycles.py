@@ -43,7 +43,14 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print each GPU's cycle bounds, backward kernels for `train`, as rows are known; return how many are known."""
+    """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
+
+    Args:
+      cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
+
+    Returns:
+      the number of kernels whose bounds are known.
+    """
     known = 0
     for target in chosen:
         shown.print(f"{target.name}. {_EXPLANATION}\n", highlight=False, soft_wrap=True)
@@ -62,7 +69,10 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table row for each kernel, or one cell with the reason if no bound is known."""
+    """Yield the cells of a table row for each kernel of an implementation.
+
+    If no bound is known, yield one row with a single cell, which contains the reason.
+    """
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
         reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"

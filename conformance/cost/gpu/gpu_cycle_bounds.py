@@ -116,7 +116,15 @@ class LoopBound:
 
 
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
-    """Bound the shortest and longest path through a block of `warps`, for depths (H, V); None without a pair count."""
+    """Compute lower bounds for the shortest and the longest path through a loop.
+
+    Args:
+      warps: number of warps of a block. A product of the whole block is divided among them.
+      depths: head dimensions of keys and of values (H, V).
+
+    Returns:
+      the bounds of the shortest and the longest path; None if the number of pairs in an iteration is not known.
+    """
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
 
@@ -124,7 +132,11 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
 def _bound_path(
     way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
 ) -> LoopBound | None:
-    """Bound a path, given a warp's instructions while another issues products; None if its pairs are unknown."""
+    """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
+
+    Args:
+      idle: instructions of a warp while another warp issues the products of the whole block.
+    """
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
     known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)

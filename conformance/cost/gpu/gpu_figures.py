@@ -82,7 +82,10 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Make kernel names unique: a second kernel of a name becomes `<name>_2`; equal measurements count once."""
+    """Make kernel names unique: a second kernel of the same name becomes `<name>_2`.
+
+    Kernels with the same name and the same measurements are yielded once.
+    """
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -117,7 +120,10 @@ def _iter_numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[in
 
 
 def _assemble(source: Path, programs: NvidiaTools, architecture: str) -> tuple[list[str], str]:
-    """Assemble a PTX file; return the assembler's lines and the disassembly, empty if there is none to measure."""
+    """Assemble a PTX file; return the assembler's output lines and the disassembly.
+
+    The disassembly is empty if there is no disassembler, if assembling failed, or if the PTX has no matrix products.
+    """
     binary = source.with_suffix(".cubin")
     command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
     heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
@@ -135,7 +141,13 @@ def _iter_kernel_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield kernels with matrix products and measurements, from PTX, `ptxas --verbose` and disassembly."""
+    """Yield the name and measurements of each kernel whose loops contain matrix products.
+
+    Args:
+      text: a PTX file.
+      heard: output lines of `ptxas --verbose` for this file.
+      code: the disassembly of this file.
+    """
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):
         plain = name.removesuffix("_kernel").removesuffix(_MOSAIC_SUFFIX) if _MOSAIC_SUFFIX in name else name

@@ -28,7 +28,7 @@ _GPU_FIGURES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class CycleBaseline:
-    """A kernel call whose static cycles are recorded: an implementation on a case, with its gradients, if any."""
+    """A kernel call whose static cycles are recorded: an implementation on a case, with the case's gradients if any."""
 
     implementation: str
     case: str
@@ -87,7 +87,10 @@ Table = dict[str, dict[str, Figures]]
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """Return the versions of the compiler and of jaxlib, which lowers kernels, as text."""
+    """Return the versions that determine a kernel's machine code: of the compiler and of jaxlib, as text.
+
+    jaxlib counts because it lowers the kernel.
+    """
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
@@ -120,7 +123,11 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """Read the recorded static cycles; empty without a file. Raises `ValueError` for another schema."""
+    """Read the recorded static cycles of all compilers; empty if the file does not exist.
+
+    Raises:
+      ValueError: if the file has another schema.
+    """
     if not path.exists():
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +138,12 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Record static cycles by `format_key` for the platform's compiler; entries of other keys and compilers stay."""
+    """Record static cycles for the installed compiler; entries of other keys and other compilers stay.
+
+    Args:
+      found: static cycles by `format_key`.
+      platform: `"tpu"` or `"gpu"`, which determines the compiler.
+    """
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -48,10 +48,18 @@ class Agreement:
 
 
 class SampledRows:
-    """Sampled queries of a problem, with the oracle's results, computed once for each declared arithmetic."""
+    """Some sampled queries of a problem, with the oracle's results for them.
+
+    The results are computed once for each declared arithmetic and handling of empty rows.
+    """
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
-        """Choose the queries that are compared with the oracle, by the case's seed; the cotangent is `[B, T, N, V]`."""
+        """Choose the queries that are compared with the oracle.
+
+        Args:
+          case: the case; its seed chooses the queries.
+          cotangent: cotangent of `out`, `[B, T, N, V]`.
+        """
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
         self._allowed = compute_allowed(problem, self.rows)
@@ -67,7 +75,14 @@ class SampledRows:
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare `out` and gradients for `self.cotangent(implementation)` with the oracle; return the worst."""
+        """Compare `out`, and gradients if there are any, with the oracle.
+
+        Args:
+          results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
+
+        Returns:
+          the comparison of the result with the largest error.
+        """
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
@@ -115,7 +130,10 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Return which sampled rows of `out` have a defined or declared value, as booleans `[B, rows, N, 1]`."""
+        """Return which sampled rows of `out` have a defined value, as booleans `[B, rows, N, 1]`.
+
+        A row whose query may attend to no key is undefined, unless the implementation declares its value.
+        """
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 

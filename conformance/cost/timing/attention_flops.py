@@ -46,7 +46,11 @@ def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: in
 
 
 def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
-    """Compute which keys queries in `rows` may attend to, `[B or 1, N or 1, rows, S]`, by mask and segment ids."""
+    """Compute which keys the queries in `rows` may attend to, by mask and segment ids.
+
+    Returns:
+      booleans `[b, n, rows, S]`, where `b` is B or 1, and `n` is N or 1.
+    """
     kv_length = problem.k.shape[1]
     allowed = np.asarray(problem.mask.allowed(rows[:, None], np.arange(kv_length)[None, :]), bool)
     leading = (1, 1) if allowed.ndim <= 2 else allowed.shape[:2]
@@ -65,7 +69,10 @@ def count_flops(pairs: int, case: Case, phase: str) -> float:
 
 
 def list_default_cases(platform: str) -> tuple[Case, ...]:
-    """List `bench`'s default cases: causal self-attention at common lengths and depths, small on a CPU."""
+    """List the cases that `bench` times by default: causal self-attention at common lengths and head dimensions.
+
+    Batch and heads are chosen by platform: small on a CPU, and enough to fill an accelerator.
+    """
     if platform == "cpu":
         return tuple(
             _build_case("f32", length, depth, batch=1, heads=256 // depth)

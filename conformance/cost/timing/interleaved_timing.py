@@ -42,7 +42,7 @@ _PRODUCT_NAME = "the matrix product"  # key of the large matrix product among th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """The largest number of rounds of each comparison, and of seconds of timing over all comparisons."""
+    """Limits on how long to measure."""
 
     rounds: int = 30
     seconds: float = math.inf
@@ -50,7 +50,7 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with a cotangent `[B, T, N, V]` for timed calls, and sampled queries to compare with the oracle."""
+    """A case with the data that all timed implementations share."""
 
     case: Case
     problem: Problem
@@ -71,7 +71,7 @@ class DrawnCase:
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation ready to be timed, with its memory in bytes, as `Measurement.memory` has it."""
+    """An implementation that is compiled and ready to be timed."""
 
     implementation: Implementation
     program: TimedProgram
@@ -167,7 +167,10 @@ def time_entrants(
     *,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Measurement], bool]:
-    """Time entrants and a large matrix product, their rates' ceiling, in turn; also return whether Ctrl-C ended it."""
+    """Time entrants and a large matrix product alternately; also return whether Ctrl-C ended the timing.
+
+    The rate of the matrix product is the ceiling that the entrants' rates are compared with.
+    """
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = CeilingProduct(drawn.case.dtype)
     if functions:

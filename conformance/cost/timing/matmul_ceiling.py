@@ -19,7 +19,11 @@ _SIDE = 8192  # 1.1e12 operations take a millisecond or more, so neither dispatc
 
 @dataclasses.dataclass(frozen=True)
 class CeilingProduct:
-    """The product of two square matrices at JAX's default precision, tf32 or bf16 for f32 on an accelerator."""
+    """The product of two square matrices in a dtype, at JAX's default precision.
+
+    On an accelerator, JAX's default precision rounds f32 operands to tf32 or bf16 before multiplying. Exact products of
+    f32 are far slower.
+    """
 
     dtype: str
 

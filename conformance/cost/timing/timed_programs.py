@@ -47,7 +47,15 @@ class TimedProgram:
 def compile_program(
     implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
 ) -> TimedProgram:
-    """Compile a call, with gradients for `phase` and a cotangent `[B, T, N, V]`; raises whatever compiling raises."""
+    """Compile one call of an implementation for the default device, with gradients if the phase includes them.
+
+    Args:
+      cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
+      phase: one of `PHASES` in `reports.records.measurement`.
+
+    Raises:
+      Exception: whatever tracing, lowering or compiling raises.
+    """
     plain, arrays = Executor(implementation).bind(problem)
     arrays = jax.device_put(dict(arrays))
     on_device = jax.device_put(cotangent)

@@ -80,7 +80,11 @@ class _KnownValue:
 
 
 def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
-    """Return the value of a jaxpr variable, looked up in `env`, or literal; raise `UnknownValue` if not known."""
+    """Return the value of a jaxpr variable or literal; `env` maps known variables to their values.
+
+    Raises:
+      UnknownValue: if the value is not known.
+    """
     if isinstance(v, core.Literal):
         return v.val
     if v not in env:

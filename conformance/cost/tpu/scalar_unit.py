@@ -30,7 +30,7 @@ class UnknownPath(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRun:
-    """The bundles, of one cycle each, that ran in a simulation, and how often a basic block began with each."""
+    """Result of simulating a schedule."""
 
     cycles: int
     entries: Mapping[int, int]
@@ -118,7 +118,10 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
 
 
 def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
-    """Select for each bundle the instructions that branches depend on, phi instructions first."""
+    """Select for each bundle the instructions that branches depend on, directly or through other instructions.
+
+    Phi instructions are sorted to the front of their bundle, since they merge values before the bundle runs.
+    """
     every = [one for bundle in bundles for one in bundle]
     by_result = {one.result: one for one in every if one.result}
     stores = [one for one in every if one.code == _STORE]
@@ -138,7 +141,11 @@ def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[
 
 
 def _cannot_alias(stored: str, loaded: str) -> bool:
-    """Check whether a load surely does not read a stored address: its symbol differs, or it has none."""
+    """Check whether a load certainly does not read the address of a store.
+
+    Addresses with different symbols are disjoint. A spilled value is loaded only by its symbol, so an address without a
+    symbol does not read it.
+    """
     stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
     if stores and loads:
         return stores != loads
@@ -157,7 +164,10 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandAddress:
-    """The address of an operand outside scalar memory, represented by the operand's index through conversions."""
+    """The address of an operand outside scalar memory, represented by the operand's index.
+
+    Before a copy, instructions convert the address. The result still points to the same operand.
+    """
 
     operand: int
 
@@ -245,7 +255,10 @@ class _ScalarMachine:
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Translate a condition into a function that returns whether it holds, or raises `UnknownPath`."""
+        """Translate a condition into a function that returns whether it holds.
+
+        The function raises `UnknownPath` if the predicate is unknown.
+        """
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:
@@ -370,7 +383,11 @@ class _ScalarMachine:
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
     def copy(self, source: Any, granules: Any, to: Any) -> None:
-        """Copy an operand, if known, to address `to` of scalar memory. Raises `UnknownPath` if that is unknown."""
+        """Copy an operand to address `to` of scalar memory; if the operand is not known, the memory becomes unknown.
+
+        Raises:
+          UnknownPath: if the address or the size is unknown.
+        """
         if to is None or granules is None:
             raise UnknownPath("an operand is copied to an unknown address")
         known = isinstance(source, _OperandAddress) and source.operand in self.lists

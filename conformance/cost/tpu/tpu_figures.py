@@ -87,7 +87,14 @@ def compute_call_figures(
 
 
 def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
-    """Compute scalar operands' words as they lie in memory, by the program's HLO text; unknown layouts are left out."""
+    """Compute the words of a call's scalar operands in the order in which they lie in scalar memory.
+
+    Args:
+      program: HLO text of the compiled program, which contains the layouts.
+
+    Returns:
+      by index of an operand, its words; operands whose layout is not known are left out.
+    """
     line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:
         return {}

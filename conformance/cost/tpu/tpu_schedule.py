@@ -44,7 +44,15 @@ class TpuSchedule:
 
 
 def parse_schedule(bundles: str, units: str) -> TpuSchedule:
-    """Parse a schedule from the compiler's texts of bundles and of the units they use. Raises `ValueError`."""
+    """Parse a schedule from the texts of two files of the compiler.
+
+    Args:
+      bundles: text of the file with the bundles.
+      units: text of the file with the units that each bundle uses.
+
+    Raises:
+      ValueError: if a text has an unexpected form.
+    """
     held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
@@ -69,7 +77,11 @@ def _iter_rows(units: str) -> Iterator[list[str]]:
 
 
 def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
-    """Read from a folder, by name of each kernel with matrix products, one schedule for each of its calls."""
+    """Read the schedules of kernels with matrix products from a folder.
+
+    Returns:
+      by name of a kernel, one schedule for each call of the kernel.
+    """
     found: dict[str, list[TpuSchedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _BUNDLES_FILE.fullmatch(path.name)) is None:
@@ -85,7 +97,11 @@ def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
 
 
 def _read_sibling(path: Path, program: str, kind: str) -> str:
-    """Read the file of another kind for the same program; raise `ValueError` unless there is exactly one."""
+    """Read the file of another kind that the compiler wrote for the same program.
+
+    Raises:
+      ValueError: if there is no such file, or more than one.
+    """
     (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
     return other.read_text()
 
@@ -127,7 +143,10 @@ def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
 
 
 def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
-    """Find a grid step's bundles and its blocks: the smallest conditional parts with matrix products, or all of it."""
+    """Find the bundles of one step of the grid, and of each block in the step; without blocks, the step is the block.
+
+    A block is a conditional part of the step that contains matrix products and no smaller such part.
+    """
     step = _find_grid_loop(schedule)
     multiplying = [part for part in _find_conditional_parts(schedule, step) if schedule.used(_MATRIX, part)]
     return step, [
@@ -143,7 +162,10 @@ def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
 
 
 def _find_grid_loop(schedule: TpuSchedule) -> range:
-    """Find the loop over the grid: the longest with matrix products, or all bundles if there is none."""
+    """Find the loop over the grid, which is the longest loop that contains matrix products.
+
+    Without such a loop, return all bundles.
+    """
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)

@@ -25,7 +25,7 @@ _MAX_LISTED = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisIndices:
-    """A description of `chosen` indices, booleans along an axis, and of the block borders that they follow, or 0."""
+    """A description of indices along an axis."""
 
     words: str
     chosen: np.ndarray
@@ -33,7 +33,14 @@ class AxisIndices:
 
 
 def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: int) -> AxisIndices | None:
-    """Find the plainest description of wrong indices along an axis of `NOUNS`; None if all are, or none fits."""
+    """Find the plainest description of the wrong indices along one axis.
+
+    Args:
+      letter: the axis, in the letters of `NOUNS`.
+
+    Returns:
+      the description; None if every judged index is wrong, or no description fits.
+    """
     if not wrong.any() or not (judged & ~wrong).any():
         return None
     for candidate in _iter_candidates(letter, wrong, group):
@@ -44,7 +51,10 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Yield descriptions of the wrong indices, the most specific first; only a run may include right ones."""
+    """Yield descriptions of the wrong indices, the most specific first.
+
+    Only a run may include right indices. All other descriptions name exactly the wrong ones.
+    """
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)
@@ -86,7 +96,10 @@ def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
 
 
 def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """Yield descriptions that repeat from block to block, of at least two blocks, the largest blocks first."""
+    """Yield descriptions of wrong indices that repeat from block to block, if there are at least two blocks.
+
+    The largest block comes first, since a pattern of large blocks may fit smaller ones too.
+    """
     places, noun = np.arange(len(wrong)), NOUNS[letter]
     for block in [2**n for n in range((len(wrong) // 2).bit_length() - 1, 0, -1)]:
         inside = places % block

@@ -20,7 +20,10 @@ _DIGITS = 4
 
 
 def describe_multiple(sample: Sample) -> str:
-    """Describe a multiple, as `2 times the right value`, with known factors that it may be; empty if it is none."""
+    """Describe a multiple of the right values, with the known factors that it may be; empty if it is none.
+
+    An example is `2 times the right value`.
+    """
     found = _fit_factor(sample)
     if found is None:
         return ""
@@ -46,7 +49,10 @@ def _is_near(value: float, known: float) -> bool:
 
 
 def describe_offset(sample: Sample) -> str:
-    """Describe a constant offset, as `0.6931 too large`, with known numbers that it may be; empty if errors differ."""
+    """Describe a constant offset, with the known numbers that it may be; empty if the errors differ.
+
+    An example is `0.6931 too large`.
+    """
     errors = (sample.got - sample.right)[sample.wrong]
     if not errors.size or not np.isfinite(errors).all():
         return ""
@@ -59,7 +65,10 @@ def describe_offset(sample: Sample) -> str:
 
 
 def describe_row_multiples(sample: Sample) -> str:
-    """Describe rows times factors of their own, whose weights do not add up to 1; empty if they are not."""
+    """Describe rows that are each the right row times a factor of its own; empty if they are not.
+
+    This happens if the weights of a row do not add up to 1.
+    """
     failure = sample.failure
     if failure.unit_letters == failure.letters or failure.got.shape[-1] < _MIN_COLUMNS:
         return ""

@@ -59,7 +59,10 @@ class Failure:
 
     @functools.cached_property
     def informative(self) -> np.ndarray:
-        """Judged elements, without exact zeros, infinities and rows of one key that are right without proof."""
+        """Judged elements, except right ones that do not depend on the attention weights and so prove nothing.
+
+        Exceptions are exact zeros and infinities. Without sinks, they are also `out` and `dq` of rows that see one key.
+        """
         nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
         if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
             seen = self.problem.allowed.sum(axis=-1).swapaxes(1, 2)[..., None]

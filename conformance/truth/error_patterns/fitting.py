@@ -34,7 +34,7 @@ _F32_ROUNDOFF = 2.0**-22  # allowed for a kernel that computes the predicted val
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A sample of a wrong result's elements, by their indices along each axis."""
+    """A sample of a wrong result's elements."""
 
     failure: Failure
     index: tuple[np.ndarray, ...]
@@ -74,7 +74,12 @@ class Sample:
             return (np.abs(self.got - predicted) <= tolerance) | (self.got == predicted)
 
     def fits(self, predicted: np.ndarray, bound: np.ndarray | None = None, *, parameters: int = 0) -> bool:
-        """Check whether a prediction, with `parameters` fitted numbers and bounds, explains the errors."""
+        """Check whether a prediction explains the errors.
+
+        Args:
+          bound: bounds of the predicted values; those of the right values by default.
+          parameters: how many numbers of the prediction were fitted to the values.
+        """
         bound = self.bound if bound is None else bound
         if self.wrong.sum() < MIN_WRONG + parameters:
             return False

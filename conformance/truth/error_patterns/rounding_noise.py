@@ -32,7 +32,10 @@ _MAX_ONE_CAUSE = 2.5  # largest share of a head's squared errors in one rank-one
 
 
 def describe_rounded(found: Sample) -> str:
-    """Describe f32 results that are exact in bf16 or f16, most within one rounding; empty if they are not."""
+    """Describe f32 results that are rounded to bf16 or f16; empty if they are not.
+
+    Every value must be exact in that format. Nearly all values must be within one rounding of the right ones.
+    """
     if found.failure.got.dtype != np.float32 or found.got.size < _MIN_ELEMENTS or not np.isfinite(found.got).all():
         return ""
     for name, dtype, bits in _LOW_PRECISION:
@@ -51,7 +54,10 @@ def describe_rounded(found: Sample) -> str:
 
 
 def describe_scattered(found: Sample) -> str:
-    """Describe errors of like size in all rows, in both directions, without outliers; empty if they are not."""
+    """Describe errors that scatter like rounding; empty if they do not.
+
+    Such errors have a similar size in all rows, occur in both directions, and have no large outliers.
+    """
     error, right = found.got - found.right, found.right
     if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have only one error in each row
         return ""

@@ -31,7 +31,10 @@ def build_backward_inputs(
 
 
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
-    """Describe a program's shared memory and barriers; gradients end in the tile of their operand, then unread."""
+    """Describe the shared memory and barriers of a program by name: tiles that it owns, and tiles that it visits.
+
+    At the end each gradient is stored in the tile of its operand, which is no longer read by then.
+    """
     own, other = (shape.owned // ROWS, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
     values = (shape.v_slots, shape.visited) if shape.axis == "q" else keys
@@ -85,7 +88,10 @@ def copy_group_step(place: ProgramTile, at: Scalar) -> None:
 
 
 def compute_allowed_keys(place: ProgramTile, at: Scalar, slot: Scalar, own: Scalar) -> Bool[Array, "keys queries"]:
-    """Compute which positions of own tile `own` and the queries in `slot` may attend, `[keys, queries]`."""
+    """Compute which positions of a tile of this warpgroup's keys may attend, `[keys, queries]`.
+
+    `slot` is that of the visited queries, `own` the index of the warpgroup's own tile of keys.
+    """
     span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
     ids = None
     if place.plan.segmented:

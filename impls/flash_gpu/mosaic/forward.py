@@ -231,7 +231,10 @@ def _copy_queries(place: ProgramTile) -> None:
 
 
 def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[bool], jax.Array]:
-    """Return a function, of whether keys come first, for the allowed positions of a tile of this warpgroup."""
+    """Return a function that computes which positions of a tile of this warpgroup's queries may attend.
+
+    Its argument says whether keys come first in the result.
+    """
     span = PairSpan(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
     scratch = place.scratch
 

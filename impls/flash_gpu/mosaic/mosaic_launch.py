@@ -349,7 +349,10 @@ class ProgramTile:
         return lax.fori_loop(jnp.int32(0), program_tiles[self.program, 0], one, jnp.int32(0))
 
     def fetch_tiles(self, copy_step: Callable[[ProgramTile, Any], None], copy_q: Callable[[ProgramTile], None]) -> None:
-        """Call `copy_step(place, step)` for all steps ahead, after `copy_q(place)` if several tiles are in flight."""
+        """Call `copy_step(place, step)` for each step of each tile, ahead of the computation.
+
+        If the queries of several tiles are in flight, `copy_q(place)` comes before the steps of a tile.
+        """
 
         def of_tile(place: ProgramTile) -> None:
             if self.shape.q_slots > 1:
@@ -398,7 +401,10 @@ class ProgramTile:
 
     @property
     def reads_ids_unfenced(self) -> bool:
-        """Return whether a release needs its own fence after reads of ids, since no zeroed keys bring one."""
+        """Return whether a release must bring a fence of its own after reads of segment ids.
+
+        Where keys that no query attends to are zeroed in a buffer, a fence follows that store already.
+        """
         return self.plan.segmented and not self.plan.has_dead_keys
 
     def release_keys(self, at: Scalar, *, read_as_values: bool = False) -> None:

@@ -121,7 +121,10 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 def update_softmax(
     plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, v: jax.Array, unit: float, *, some: bool
 ) -> RunningSoftmax:
-    """Update the softmax by logits `unit y [block_q, block_kv]` and values; `some` if every row has a finite one."""
+    """Update the softmax with a tile of logits `unit y [block_q, block_kv]` and values `[block_kv, V]`.
+
+    `some` says that every row has at least one finite logit.
+    """
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # maximum, equation (4)
     shift = maximum if some else replace_neg_inf(maximum)
