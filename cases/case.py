@@ -40,7 +40,7 @@ class Case(CaseFields):
         for operand in OPTIONAL:
             _check_operand(operand, getattr(self, operand.field))
         if self.kv_cache is not None and self.phase == "train":
-            raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
+            raise CaseIdError(f"{self.kv_cache} is a cache: phase must be 'prefill' or 'decode', got 'train'")
         if self.score == score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
@@ -77,7 +77,7 @@ class Case(CaseFields):
         spec = form_registry.parse_storage(self.storage, self.batch, self.q_length)
         form = form_registry.FORMS[spec.form]
         if form.is_cache and self.phase == "train":
-            raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
+            raise ValueError(f"storage {self.storage!r} is a cache: phase must be 'prefill' or 'decode', got 'train'")
         extra = self.kv_cache if self.front_end is None else f"front-{self.front_end}"
         form.check_sizes(self.storage, self.num_kv_heads, self.head_dim, self.v_head_dim, extra)
         return spec

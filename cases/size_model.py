@@ -4,7 +4,7 @@
 operand at short and odd lengths. This one has few masks and operands, and the sizes at which a kernel's handling of
 blocks may go wrong: lengths of three and more whole blocks of 128, with more queries, more keys, or equally many; more
 than eight and sixteen blocks along an axis; one to sixteen queries over caches of more than a thousand keys; positions
-beyond 16 bits. Each length is combined with masks, operands and dtypes, in pairs.
+beyond 32,767. Each length is combined with masks, operands and dtypes, in pairs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
 
 
 def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
-    """Return the shape, and stand-ins with usual depths for kernels that do not support the shape's own depths."""
+    """Return the shape, and copies with depths 64 and 128, each for kernels that do not support the one before."""
     found = [shape]
     for depth in (64, 128):
         if shape.depths != (depth, depth):

@@ -62,8 +62,8 @@ def claim_names(*, alone: bool = False) -> None:
             vars(package)["__getattr__"] = functools.partial(_raise_missing_attribute, name)
         elif _find_folder(place := _find_location(sys.modules[name].__spec__)) != HOME / name:
             raise NameTaken(
-                f"{name!r} is {place or 'another module'} in this process, and attention-conformance has a package of "
-                f"that name: rename yours, or judge from a folder where nothing imports it first"
+                f"{name!r} is loaded from {place or 'another module'}, and attention-conformance has a package of "
+                f"that name: rename yours, or judge from a folder where nothing imports yours first"
             )
     if _HiddenModuleFinder not in sys.meta_path:
         sys.meta_path.append(_HiddenModuleFinder)

@@ -76,7 +76,7 @@ def _locate(share: float) -> float:
 
 
 def _render_axis(names: int, height: int) -> Iterator[str]:
-    """Yield the lines and figures of the axis, the limit in the colour of failures."""
+    """Yield a line and a label for each power of ten. The line of the limit has the colour of failures."""
     tick = LEAST
     while tick <= MOST * 1.01:
         x = names + _locate(tick)

@@ -112,7 +112,7 @@ def test_a_module_that_a_conftest_has_loaded_is_named_before_anything_is_judged(
     )
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     (line,) = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith(f"ERROR: 'cases' is {folder / 'cases.py'} in this process, and attention-conformance has")
+    assert line.startswith(f"ERROR: 'cases' is loaded from {folder / 'cases.py'}, and attention-conformance has")
     assert "rename yours" in line
 
 

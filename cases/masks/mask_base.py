@@ -20,7 +20,8 @@ class Mask:
     """Base of all masks.
 
     A mask with `computed=True` is a formula of `(i, j)`, the same for every batch row and head. Its `allowed` works on
-    any array type with operators (NumPy, JAX, a Pallas tile). Any other mask has values `[b, n, T, S]`.
+    any array type with operators (NumPy, JAX, a Pallas tile). Any other mask is given by values `[b, n, T, S]`,
+    where `b` and `n` are 1 or the full size.
     """
 
     computed: ClassVar[bool] = True

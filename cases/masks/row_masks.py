@@ -116,7 +116,7 @@ class OwnWindow(Mask):
 
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.positions) != batch:
-            raise ValueError(f"mask positions must be {batch}, one a batch row, got {len(self.positions)}")
+            raise ValueError(f"the mask must have {batch} positions, one for each batch row, got {len(self.positions)}")
 
     def select_keys(self, start: int, stop: int) -> Mask | None:
         return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))

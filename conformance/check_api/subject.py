@@ -281,7 +281,7 @@ class Subject:
         return self.executor.forward(problem)
 
     def run_residuals(self, problem: Problem) -> Result:
-        """Run the call with residuals on other values of the same shapes, with the compiled program."""
+        """Run the call with residuals on another problem of the same shapes, without compiling again."""
         together = self._calls and self.executor.calls(problem).residuals
         return together or self.executor.residuals(problem)
 

@@ -195,9 +195,12 @@ def _compare_results(
     expected: Expectation,
     bounds: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge the results of an equivalent computation by those of the usual call, within the bounds of both.
+    """Judge the results of an equivalent computation by those of the usual call, within the sum of their bounds.
 
     Args:
+      how: what the other computation is called in records.
+      got: its results.
+      whole: the results of the usual call.
       expected: exact values and bounds of `whole`.
       bounds: the bounds of `got`; None if they are those of `whole`.
     """

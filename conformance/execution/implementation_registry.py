@@ -114,7 +114,7 @@ def is_builtin(name: str) -> bool:
 
 
 def may_exist(name: str) -> bool:
-    """Return whether a name has the form of a module's or file's attribute, or is the name of an entry point."""
+    """Return whether a name has a colon, as in `module:attribute`, or an entry point has it. Nothing is loaded."""
     return ":" in name or any(point.name == name for point in _list_entry_points())
 
 

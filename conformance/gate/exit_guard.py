@@ -127,7 +127,7 @@ def describe_stop(session: pytest.Session) -> str:
 
 
 def name_end(reason: str) -> str:
-    """Return how a run ended, as run records say it, from what `describe_stop` returned."""
+    """Return `interrupted` if `reason`, which `describe_stop` returned, is not empty; otherwise `complete`."""
     from reports.records import COMPLETE, INTERRUPTED
 
     return INTERRUPTED if reason else COMPLETE

@@ -231,7 +231,7 @@ class _WorkerWatch:
                 self._last_seen[name] = now
             elif now - self._last_seen[name] > _NO_WORKER_SECONDS:
                 kind = f"{name} worker" if name else "worker"
-                raise ExecutorFailed(f"no {kind} is left, and none came back in {_NO_WORKER_SECONDS:.0f} s")
+                raise ExecutorFailed(f"there has been no {kind} for {_NO_WORKER_SECONDS:.0f} s, and tasks wait for one")
 
 
 def build_pool(executor: concurrent.futures.Executor, conditions: Conditions, workers: int | None = None) -> TaskPool:

@@ -102,7 +102,7 @@ def _compute_min_similarity(profile: ErrorProfile) -> float:
 
 
 def rank_bugs(profile: ErrorProfile, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """Sort the bugs that share any wrong result with a kernel by similarity, the most similar first."""
+    """Sort the planted bugs that have a wrong result in common with a kernel, the most similar first."""
     compared = (compare_profiles(profile, bug) for bug in bank if bug.family not in SURROUNDING_FAMILIES)
     return sorted((each for each in compared if each.shared), key=lambda each: (-each.similarity, each.bug.name))
 

@@ -124,7 +124,7 @@ def _compute_rms_limit(largest: float | None) -> float:
 
 @functools.cache
 def load_calibration() -> Mapping[str, Any]:
-    """Load `calibration.json`, the table of ratios that correct implementations reached."""
+    """Load `calibration.json`: the largest ratios that correct implementations reached, by dtype and observable."""
     return json.loads(CALIBRATION.read_text())
 
 

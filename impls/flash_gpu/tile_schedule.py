@@ -114,7 +114,11 @@ class FlashGpuPlan:
         return _build_visits(self, tiles.block_q, tiles.block_kv, axis)
 
     def active(self, tiles: Tiles) -> np.ndarray:
-        """Find the blocks that some program visits, booleans `[b, n, q blocks, kv blocks]`."""
+        """Find the blocks that a program visits, since the mask hides them only in part or not at all.
+
+        Returns:
+          booleans `[b, n, q blocks, kv blocks]`; `b` and `n` are 1 or the full size.
+        """
         kinds = _classify_blocks(self.mask, self.q_length, self.kv_length, tiles.block_q, tiles.block_kv)
         return np.asarray(kinds != EMPTY)
 

@@ -44,7 +44,7 @@ class Lanes(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """One block of rows, with the logits of its rows and the keys of its bin."""
+    """One block of query rows, the keys and values of the chunk that they all selected, and the logits of these."""
 
     rows: Array  # [r], index of each row among the rows of all lanes; `L R` for padding rows
     bin: Array  # []

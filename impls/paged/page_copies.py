@@ -52,7 +52,7 @@ class PageBlocks(NamedTuple):
 
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
-    """Build the blocks of a call. Pages without a key that the tile's queries see are in no block."""
+    """Build the page blocks of each tile, from the first page that its queries see to the last."""
     slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
     pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)

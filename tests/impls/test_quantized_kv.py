@@ -78,7 +78,7 @@ def test_a_cache_is_part_of_the_id_and_not_for_training() -> None:
     case = parse_case_id(CASE.format("kvint4-head"))
     assert case.kv_cache == "kvint4-head"
     assert {"kv_int4", "kv_head_scales"} <= set(case.features)
-    with pytest.raises(CaseIdError, match="kvfp8-token is a cache, which prefill and decode read"):
+    with pytest.raises(CaseIdError, match="kvfp8-token is a cache: phase must be"):
         parse_case_id("train/f32/B1.T8.S8.N1.K1.H8.V8/full/kvfp8-token/normal/s0")
 
 
