@@ -131,10 +131,7 @@ class CallOperands:
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """The pairs that may attend, by mask and segment ids together: booleans `[b, n, T, S]`.
-
-        `b` and `n` are 1 where batch rows or heads do not differ.
-        """
+        """The pairs that may attend, by mask and segment ids: booleans `[B or 1, N or 1, T, S]`."""
         allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
         if self.segment_ids is not None:
             allowed = allowed & _find_equal_segments(self.segment_ids)

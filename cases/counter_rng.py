@@ -24,10 +24,7 @@ def _draw_raw(seed: int, stream: str, count: int) -> np.ndarray:
 
 
 def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> np.ndarray:
-    """Draw integers in `[0, high)`, int64.
-
-    `high` must be small against 2**64: then the bias of the modulo is negligible for testing.
-    """
+    """Draw integers in `[0, high)`, int64; `high` must be small against 2**64, or the modulo is biased."""
     raw = _draw_raw(seed, stream, math.prod(shape))
     return (raw % np.uint64(high)).astype(np.int64).reshape(shape)
 

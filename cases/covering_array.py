@@ -73,10 +73,7 @@ def build_rows(
 def _build_bases(
     sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
 ) -> list[Partial]:
-    """Build rows that cover all combinations of the other axes, with the cheap axis left open.
-
-    The rows of `start` are among them, with their cheap axis open.
-    """
+    """Build rows, with the cheap axis open, that include `start` and cover all combinations of the other axes."""
 
     def insert_open_axis(partial: Partial) -> Partial:
         """Insert the open cheap axis into a row of the other axes."""
@@ -198,10 +195,7 @@ def _drop_open_axes(row: Partial) -> Row:
 def _complete(
     seed: Tuple, sizes: Sequence[int], strength: int, missing: dict[Tuple, None], feasible: Feasible
 ) -> Row | None:
-    """Complete `seed` to a full row that greedily covers `missing`, or return None if no full row contains it.
-
-    Larger axes are assigned first.
-    """
+    """Complete `seed` to a row that greedily covers `missing`, larger axes first; None if no row contains `seed`."""
     order = sorted((a for a in range(len(sizes)) if a not in dict(seed)), key=lambda a: (-sizes[a], a))
     return _extend(_assign_levels(seed, len(sizes)), order, sizes, strength, missing, feasible)
 

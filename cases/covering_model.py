@@ -45,10 +45,7 @@ class Axis:
     cheap: bool = False
 
     def list_stand_ins(self) -> list[tuple[int, int]]:
-        """List the stand-ins as index pairs `(level, the level that it replaces)`.
-
-        A stand-in is tested only on implementations that do not support the level that it replaces.
-        """
+        """List stand-ins as index pairs `(level, replaced level)`, for implementations without the replaced level."""
         replaced = ((n, getattr(level, "instead_of", None)) for n, level in enumerate(self.levels))
         return [(n, self.levels.index(other)) for n, other in replaced if other is not None]
 

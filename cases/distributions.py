@@ -79,10 +79,7 @@ def lower_logits(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -
 
 
 def move_logits_apart(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Raise or lower the logits of every second stretch of keys by one of `_JUMPS`, which queries take in turn.
-
-    The running maximum of a kernel that visits keys in order jumps several times, or falls far behind.
-    """
+    """Shift the logits of every second stretch of keys by one of `_JUMPS`, so that a running maximum jumps or lags."""
     turns = np.arange(case.q_length)[:, None] + np.arange(case.num_q_heads)
     jump = np.take(_JUMPS, turns, mode="wrap")  # [T, N]
     stretch = np.arange(case.kv_length) * _STRETCHES // case.kv_length
@@ -92,20 +89,14 @@ def move_logits_apart(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: flo
 
 
 def make_heavy_tailed(case: CaseFields, name: str, x: np.ndarray) -> np.ndarray:
-    """Multiply each value by a power of two: 1 half the time, then ever more rarely 2, 4 and 8.
-
-    Activations of trained models have such tails.
-    """
+    """Multiply half the values by 1 and ever fewer by 2, 4 and 8, since trained models' activations have such tails."""
     draws = draw_integers(case.seed, f"{name}-tail", x.shape, 64)
     exponent = (draws >= 32).astype(int) + (draws >= 52) + (draws >= 62)
     return x * 2.0 ** (exponent - 1)
 
 
 def add_dominant_keys(case: CaseFields, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Make three keys dominate most rows: they get most of the softmax's weight.
-
-    The strongest key is last, so that a running maximum keeps rising.
-    """
+    """Give three keys most of the weight in most rows, the strongest last, so that a running maximum keeps rising."""
     direction = _draw_direction(case, "direction", case.head_dim)
     q += direction
     for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):

@@ -76,10 +76,7 @@ def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> 
 
 
 def select_plain_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select one case in bf16 and one in f16, with gradients where those are supported.
-
-    Head depth 64 makes the scale a power of two, so rounding `q * scale` causes no error.
-    """
+    """Select a case in bf16 and one in f16, with gradients if supported; depth 64 makes scaling q exact."""
     found = []
     for dtype in ("bf16", "f16"):
         cases = (_build_case(phase, dtype, seed, *sizes) for phase in ("train", "prefill") for sizes in _SIZES)

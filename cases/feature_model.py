@@ -223,10 +223,7 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
 
 
 def _order_lengths(levels: Mapping[str, Any]) -> Lengths | None:
-    """Return the lengths, with q and kv exchanged if `_MORE_QUERIES` asks for it.
-
-    While the mask or the heads are not chosen yet, the lengths stay as they are.
-    """
+    """Return the lengths, with q and kv exchanged if `_MORE_QUERIES` says so and mask and heads are chosen."""
     lengths: Lengths | None = levels.get("lengths")
     mask, heads = levels.get("mask"), levels.get("heads")
     if lengths is None or not lengths.may_swap or mask is None or heads is None or _is_moba(levels):

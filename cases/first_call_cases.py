@@ -15,11 +15,7 @@ _CHANGES: tuple[dict[str, Any], ...] = ({"batch": 2, "q_length": 24, "kv_length"
 def select_first_call_cases(
     plainest: Sequence[Case], supports: Callable[[Case], str | None] = lambda case: None
 ) -> tuple[Case, ...]:
-    """Return a small variant of the plainest case, or the case itself where only that is supported.
-
-    Args:
-      plainest: the plainest supported case; empty if no case is supported.
-    """
+    """Return a small variant of the plainest supported case, or that case itself if no variant is supported."""
     if not plainest or plainest[0].storage is not None:  # a storage layout fixes the lengths
         return tuple(plainest[:1])
     variants = (dataclasses.replace(plainest[0], **changes) for changes in _CHANGES)

@@ -44,10 +44,7 @@ _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"),
 
 
 def select_front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the cases at `level`, with gradients.
-
-    `quick` has four cases. From `standard` on there are eight more front ends, and the four are tested in bf16 too.
-    """
+    """Select cases with gradients: four at `quick`. Higher levels add these in bf16, and eight more front ends."""
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":
         wanted += [*((steps, "f32") for steps in _MORE), *((steps, "bf16") for steps in _QUICK)]

@@ -65,11 +65,7 @@ class Raw:
 
 
 def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
-    """Parse the name of a front end, such as `rms-half-temperature`, into its steps.
-
-    Raises:
-      ValueError: if a step is unknown, repeated or does not fit the depths.
-    """
+    """Parse a front end's name into steps. Raises `ValueError` if one is unknown, repeated or unfit for the depths."""
     steps = tuple(text.split("-"))
     for step in steps:
         if step not in STEPS:
@@ -88,10 +84,7 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 
 
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the position streams of queries and keys, int32 `[3, T]` and `[3, S]`.
-
-    The streams are the place in the sequence, and row and column as if tokens were patches of an image.
-    """
+    """Compute int32 positions `[3, T]` and `[3, S]`: place in the sequence, and row and column as if in an image."""
 
     def compute_streams(start: int, length: int) -> np.ndarray:
         """Compute the three streams of `length` positions."""

@@ -38,10 +38,7 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The inputs of every mask: the whole spec, the sizes of the case, and the seed of random masks.
-
-    Error messages quote the spec.
-    """
+    """The inputs of every mask: the spec (for error messages), the sizes of the case, and the seed of random masks."""
 
     spec: str
     batch: int
@@ -324,10 +321,7 @@ def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length
 
 
 def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
-    """Draw random booleans.
-
-    The first key and one key in nine are hidden from all queries. One query in seven sees nothing.
-    """
+    """Draw random booleans; the first key and one key in nine are hidden, and one query in seven sees nothing."""
     if not 0 < percent <= 100:
         raise ValueError(f"the percentage of allowed pairs must be in 1..100, got {percent}")
     array = counter_rng.draw_integers(seed, "mask", shape, 100) < percent

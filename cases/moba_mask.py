@@ -125,10 +125,9 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
 
 
 def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose among the earlier chunks for each query of one head.
+    """Choose among the earlier chunks for each query of one head, as booleans `[T, C]`.
 
-    Returns:
-      booleans `[T, C]`, true for chosen chunks; booleans `[T]`, true for queries whose choice no rounding can change.
+    Also return booleans `[T]`, true for queries whose choice no rounding can change.
     """
     pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
     same = _find_first_equal_chunk(pieces)

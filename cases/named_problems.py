@@ -78,11 +78,7 @@ class NamedProblem:
         return tuple(parse_case_id(text) for text in (self.full if full_size else self.small))
 
     def declines(self, case: Case) -> str | None:
-        """Return why a case does not belong to this problem, or None if it may belong to it.
-
-        The case must have every property that all cases of the problem share (`_FIXED`, `_RELATED`). Otherwise lengths,
-        heads, depths, dtype and values are free.
-        """
+        """Return why a case lacks a property that all cases of the problem share (`_FIXED`, `_RELATED`), or None."""
         own = [*self.cases(full_size=False), *self.cases(full_size=True)]
         for name, field in _FIXED.items():
             if (found := field(case)) not in (values := {field(one) for one in own}):

@@ -43,14 +43,9 @@ def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
 
 
 def validate_positive_number(name: str, x: Any, *, none: str) -> None:
-    """Raise unless `x` is a positive, finite number that is known before tracing.
+    """Raise `ValueError` unless `x` is positive and finite, `TypeError` if `x` is no number or is traced.
 
-    Args:
-      none: what None means for this operand; messages say it.
-
-    Raises:
-      TypeError: if `x` is not a number, or is a traced one.
-      ValueError: if `x` is not positive, or not finite.
+    Messages say what None means for this operand: `none`.
     """
     try:
         number = None if isinstance(x, str | bool) else float(x)

@@ -80,10 +80,7 @@ class Problem(CallOperands):
         return dataclasses.replace(self, **changed)
 
     def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
-        """Replace each array that varies along the axis `letter` by `change(array, axis)`.
-
-        Only operands change (`cases.operand_registry`). The mask stays as it is.
-        """
+        """Replace each operand that varies along the axis `letter` by `change(array, axis)`; the mask stays."""
         changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
 
@@ -151,10 +148,7 @@ def _draw_storage(case: Case) -> Storage | None:
 
 
 def build_hollow_problem(case: Case) -> Problem:
-    """Build the problem of a case with stored operands without drawing values.
-
-    Floating-point values are zeros, which take no memory. The mask and the storage layout are those of the case.
-    """
+    """Build the problem of a case with stored operands, but draw no values: they are zeros that take no memory."""
 
     def make_zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)

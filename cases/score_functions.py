@@ -56,10 +56,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative(Score):
-    """A bias that depends on how far the key is behind the query, constant from `reach` on.
-
-    Source: Raffel et al., arXiv:1910.10683.
-    """
+    """A bias by how far the key is behind the query, constant from `reach` on (Raffel et al., arXiv:1910.10683)."""
 
     reach: int
 
@@ -114,11 +111,7 @@ class ThenCapped:
 def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, spread: float) -> Score:
     """Build the score function that a case id names, large enough to matter for logits of the given spread.
 
-    Args:
-      level: name of the score function, one of `LEVELS`.
-
-    Raises:
-      ValueError: if there is no such score function.
+    Raises `ValueError` if `level` is not one of `LEVELS`.
     """
     longest, size = max(q_length, kv_length), max(1.0, spread / 2)
     score: Score

@@ -96,10 +96,7 @@ def _format_window(shape: Shape) -> str:
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return the spec of a causal mask combined with a window.
-
-    In training, both align the first query with the first key. Otherwise they align the last query with the last key.
-    """
+    """Return the spec of a causal mask with a window, aligned at the first query and key in training, else the last."""
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 
@@ -157,10 +154,7 @@ def _resolve_stand_in(shape: Shape) -> Shape:
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether one case may have all these levels; axes that are not chosen yet are missing.
-
-    Levels are incompatible if they contradict each other, or if testing them together is not worth the cost.
-    """
+    """Return whether the levels chosen so far do not contradict each other and are worth testing together."""
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated

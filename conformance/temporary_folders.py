@@ -23,7 +23,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TemporaryFolder:
-    """A temporary folder that this process has locked."""
+    """A temporary folder that is locked while the descriptor `lock`, or a duplicate in another process, is open."""
 
     def __init__(self, purpose: str) -> None:
         """Create and lock the folder, and remove folders that killed processes have left."""
@@ -38,10 +38,7 @@ class TemporaryFolder:
                 os.close(self.lock)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, and warn about entries that cannot be removed.
-
-        The folder gets another name first, so that no process creates entries while it is emptied.
-        """
+        """Rename the folder, so that no process creates entries in it, then remove it. Warn about entries that stay."""
         renamed = f"{self.path.removesuffix(_SUFFIX)}-removed{_SUFFIX}"
         with contextlib.suppress(OSError):
             os.rename(self.path, renamed)

@@ -28,10 +28,7 @@ def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def convert_sinks(sinks: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Convert sinks to units of log 2. The largest would overflow, so they stop at the largest float32.
-
-    Such a sink takes all the weight either way.
-    """
+    """Convert sinks to units of log 2, at most the largest float32: a sink that large takes all the weight anyway."""
     return jnp.minimum(sinks * jnp.float32(LOG2_E), np.finfo(np.float32).max)
 
 

@@ -16,8 +16,7 @@ from jax.custom_derivatives import linear_call
 def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
     """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated.
 
-    Args:
-      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
+    `function` is the forward or the backward function of its `custom_vjp`, with all static arguments bound.
     """
 
     @jax.custom_jvp

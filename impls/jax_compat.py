@@ -141,11 +141,7 @@ def build_gpu_interpreter_params(**options: Any) -> Any:
 
 
 def get_device_kind(platform: str) -> str:
-    """Return JAX's `device_kind` of the target device.
-
-    The target is the device of the mesh in scope if there is one, and else this process's first device. The result is
-    empty if the target is not of `platform`.
-    """
+    """Return the `device_kind` of the mesh in scope, else of this process; empty if it is not of `platform`."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform in (platform, {"gpu": "cuda"}.get(platform)):
         return str(device.device_kind)
@@ -196,10 +192,7 @@ def resolve_interpret(interpret: Interpret, platform: str) -> Any:
 
 
 def find_tpu_vmem() -> tuple[str, int] | None:
-    """Find the generation of the target TPU and the VMEM bytes of one core; return None if JAX does not know the chip.
-
-    The target is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
-    """
+    """Find generation and VMEM bytes per core of the TPU of the mesh in scope, else of the process; None if unknown."""
     try:
         info = pltpu.get_tpu_info()
     except (ValueError, RuntimeError):  # another platform, or a chip that JAX does not know

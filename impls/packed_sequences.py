@@ -69,11 +69,7 @@ def check_packed_operands(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, sca
 
 
 def resolve_window(causal: bool, window: tuple[Side, Side] | None) -> tuple[Side, Side]:
-    """Combine causal flag and window into the numbers of keys before and after a query's own; None for an open side.
-
-    Raises:
-      ValueError: a side is negative.
-    """
+    """Return how many keys a query sees before and after its own; None is no limit. Raises `ValueError` if negative."""
     left, right = (None, None) if window is None else window
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"window must be (left, right), each at least 0 or None, got {window}")

@@ -18,10 +18,7 @@ _DTYPE_FEATURES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def infer_phase(q_length: int, kv_length: int) -> Phase:
-    """Infer the phase from the lengths.
-
-    One query with more keys is `decode`, and several queries with more keys are `prefill`. Anything else is `train`.
-    """
+    """Infer `decode` for one query with more keys, `prefill` for several with more keys, else `train`."""
     if q_length == 1 < kv_length:
         return "decode"
     return "prefill" if q_length < kv_length else "train"

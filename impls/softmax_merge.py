@@ -43,11 +43,7 @@ class Normalised(NamedTuple):
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """Merge parts of attention over disjoint sets of keys. Their shapes must broadcast against each other.
-
-    Raises:
-      ValueError: there are no parts.
-    """
+    """Merge parts of attention over disjoint keys, whose shapes must broadcast. Raises `ValueError` without parts."""
     if not parts:
         raise ValueError("parts must hold at least one part, got none")
     stacked = (jnp.stack(jnp.broadcast_arrays(*arrays)) for arrays in zip(*parts, strict=True))
@@ -69,10 +65,7 @@ def merge_axis(parts: Part, axis: int) -> Part:
 
 
 def build_sink_part(sinks: jax.Array) -> Part:
-    """Build a part from sinks `[N]`: one logit each and no value. It broadcasts against parts `[B, T, N, .]`.
-
-    A sink of -inf counts as no key.
-    """
+    """Build a part from sinks `[N]`, one logit and no value each, that broadcasts to `[B, T, N, .]`; -inf is no key."""
     logits = sinks.astype(jnp.float32)[:, None]
     is_finite = logits != -jnp.inf
     pivot = lax.stop_gradient(jnp.where(is_finite, logits, 0.0))
@@ -89,11 +82,7 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """Merge normalised parts of attention over disjoint sets of keys; `out` is f32.
-
-    Raises:
-      ValueError: there are no parts.
-    """
+    """Merge normalised parts over disjoint keys, with `out` in f32. Raises `ValueError` if there are no parts."""
     return normalise(merge([_restore_sum(part) for part in parts]))
 
 

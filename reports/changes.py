@@ -180,8 +180,7 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
 def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
     """Return the kind of change for a judgement that the new run has, or None if nothing changed.
 
-    Args:
-      reasons: the reasons that the old run gives for cases that it did not judge.
+    `reasons` has the old run's reasons for the cases that it did not judge.
     """
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
@@ -216,10 +215,7 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
-    """Index the records of both runs by implementation, platform, case, check and observable.
-
-    In these keys the implementation is empty if each run has only one. The same holds for the platform.
-    """
+    """Index both runs' records by implementation and platform (empty if each has one), case, check and observable."""
     sides = (old, new)
     is_single = all(len({record.implementation for record in side}) == 1 for side in sides)
 
@@ -240,10 +236,7 @@ def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[K
 
 
 def _compute_share(record: Record) -> float | None:
-    """Return the error ratio of a passing record as a share of its limit.
-
-    The result is None if the record did not pass, or has no finite ratio or no limit.
-    """
+    """Return the error ratio divided by its limit; None if the record did not pass, or has no finite ratio or limit."""
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit
@@ -345,10 +338,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group the changes that reports list.
-
-    Judgements that only one run made (`NOT_JUDGED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
-    """
+    """Group the changes that reports list, without judgements that only one run made: these say nothing of kernels."""
     return group_changes(change for change in found.changes if change.kind not in (NOT_JUDGED_AGAIN, NEWLY_JUDGED))
 
 

@@ -67,10 +67,7 @@ def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
 
 
 def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the shades that occur, with their meanings, for the legend.
-
-    If several shades beyond the limit occur, the legend has only the palest and the darkest of them.
-    """
+    """Return the legend's shades and meanings: all that occur, but beyond the limit only the palest and the darkest."""
     red = [shade for shade in _BEYOND_LIMIT if shade in used]
     return [(shade, text) for shade, text in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
 

@@ -82,10 +82,7 @@ class Entry:
 
     @property
     def meaning_id(self) -> str:
-        """The id of a hidden copy of the meaning, which describes the word to screen readers.
-
-        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
-        """
+        """The id of a hidden copy of the meaning for screen readers, which do not read folded sections."""
         return f"meaning-{self.anchor}"
 
 
@@ -139,10 +136,7 @@ def mark_terms(text: str, glossary: Glossary) -> Markup:
 
 @functools.cache
 def find_site() -> str:
-    """Return the address of the site, ending in a slash; empty if the package states none.
-
-    It is the `Documentation` of `project.urls` in `pyproject.toml`, as the installed package has it.
-    """
+    """Return the `Documentation` address of the installed package, with a final slash; empty if it has none."""
     try:
         urls = importlib.metadata.metadata(_PACKAGE).get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:

@@ -78,10 +78,7 @@ MARGIN_BUCKETS = tuple(
 
 
 def save_page(path: Path, summary: Summary, measurements: Sequence[Measurement] = ()) -> None:
-    """Render the HTML page of a run and write it to `path`.
-
-    The commands on the page read the `.jsonl` file of the same name if that exists, and otherwise `*.jsonl`.
-    """
+    """Write the HTML page of a run. Its commands read the `.jsonl` of the same name, or `*.jsonl` if there is none."""
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
     output_files.write_text(path, render_page(build_page(summary, measurements, file)))

@@ -40,10 +40,7 @@ OTHERS = "others"
 
 
 def group_rows(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Group the row names in `found` by kind.
-
-    Names that belong to no kind come last, under `OTHERS`, in order of first appearance.
-    """
+    """Group the row names in `found` by kind; those of no kind come last, under `OTHERS`, in order of appearance."""
     there = dict.fromkeys(found)
     known = {name for names in kinds.values() for name in names}
     groups = [(kind, tuple(name for name in names if name in there)) for kind, names in kinds.items()]

@@ -111,10 +111,7 @@ def rank_record(record: Record) -> float:
 
 
 def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
-    """Return a sort key for failed records, the worst first.
-
-    Records of calls that raised, and failures without an error figure, come before all others.
-    """
+    """Return a sort key for failures: calls that raised or have no error figure come first, then the worst."""
     metric = find_decisive_metric(record)
     crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
     return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)

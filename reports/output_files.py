@@ -68,12 +68,8 @@ _RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
 def check_output(path: Path, kind: str | None) -> None:
     """Check that a file can be written, and that it is absent or an older output of the same kind.
 
-    Args:
-      path: where the output goes.
-      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None if the output is appended to a file of any kind.
-
-    Raises:
-      OutputRefused: if not. The message has the reason and the remedy, and does not name the file.
+    `kind` is `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`, or None to append to any file. Raises `OutputRefused` if the
+    check fails. The message has the reason and the remedy, and does not name the file.
     """
     try:
         try:
@@ -128,8 +124,7 @@ def write_text(path: Path, text: str) -> None:
 def lock_file(descriptor: int, path: Path) -> None:
     """Lock an open file until this process ends, so that no other run writes it.
 
-    Raises:
-      OutputRefused: with the file's name, if another process has locked it or put another file in its place.
+    Raises `OutputRefused`, with the file's name, if another process has locked the file or replaced it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

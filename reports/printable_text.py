@@ -40,10 +40,7 @@ def make_all_printable(value: Any) -> Any:
 
 
 def may_need_escapes(json_line: str) -> bool:
-    """Tell whether a line of JSON may hold a string that `make_printable` changes.
-
-    The only control character that JSON admits in strings is DEL, so most lines need no look at each character.
-    """
+    """Tell whether `make_printable` may change strings in a JSON line, where DEL is the only raw control character."""
     is_plain = "\x7f" not in json_line if json_line.isascii() else json_line.isprintable()
     return not is_plain or "\\" in json_line or "::" in json_line or "##[" in json_line
 

@@ -110,10 +110,7 @@ def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding
 
 
 def _round_share(share: float | None) -> float | str | None:
-    """Round a share of a limit to four digits.
-
-    A share that would round to 1 is not rounded, so that it stays on its side of the limit.
-    """
+    """Round a share of a limit to four digits, but not to 1, so that it stays on its side of the limit."""
     if share is None:
         return None
     if not math.isfinite(share):

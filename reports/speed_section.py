@@ -43,10 +43,7 @@ class SpeedPanel:
 
     @property
     def fastest(self) -> str:
-        """The implementation with the smallest median time among those whose results agree with the oracle.
-
-        The name is empty if fewer than two implementations agree.
-        """
+        """The fastest implementation, by median time, that agrees with the oracle; empty unless two or more agree."""
         medians = {row.implementation: row.seconds.median for row in self.rows if row.outcome == AGREES and row.seconds}
         return min(medians, key=lambda name: medians[name]) if len(medians) > 1 else ""
 

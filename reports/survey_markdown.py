@@ -53,10 +53,7 @@ def format_newest(rows: Sequence[RowResult]) -> str:
 
 
 def format_versions(rows: Sequence[RowResult]) -> str:
-    """Format the verdict on each function in all versions, for the libraries of which several were judged.
-
-    Versions of the same result share a line.
-    """
+    """Format the verdicts on functions in all versions, for libraries judged in several; equal ones share a line."""
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for library in dict.fromkeys(row.library for row in rows):
         judged = [row for row in rows if row.library == library and row.functions]

@@ -31,10 +31,7 @@ FLOOR, CEILING = 1e-5, 1e4
 
 
 def render_svg(draw: Callable[[], Figure], *, label: str) -> Markup:
-    """Render the figure that `draw` returns as inline SVG.
-
-    The same figure always gives the same text. Matplotlib escapes the names in it, so that it is safe in a page.
-    """
+    """Render the figure of `draw` as reproducible inline SVG. Matplotlib escapes its text, so it is safe in a page."""
     import matplotlib  # imported late: it takes as long as judging a small case, and few runs write a page
 
     # Names come from records: a dollar sign must not be read as mathematics, and an unusual letter must not warn.

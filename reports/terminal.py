@@ -81,10 +81,7 @@ def format_finding(text: FindingText) -> str:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print the timings of implementations side by side, in a table for each case and phase.
-
-    Rows are in the order in which each timing round ran the implementations.
-    """
+    """Print timings side by side, in a table per case and phase, with rows in the order of the timing rounds."""
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
         title.append(panel.case, style="")

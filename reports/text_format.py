@@ -193,10 +193,7 @@ def format_value(item: Any) -> str:
 
 
 def _format_distinct(got: float, expected: float) -> tuple[str, str]:
-    """Format both numbers with seven digits, or with more where their difference needs it.
-
-    The digits suffice if rounding changes the difference by at most a tenth.
-    """
+    """Format both numbers with seven digits, or more until rounding changes their difference by at most a tenth."""
     off = abs(got - expected)
     if not 0 < off < math.inf:
         return format_number(got, digits=7), format_number(expected, digits=7)
@@ -207,10 +204,7 @@ def _format_distinct(got: float, expected: float) -> tuple[str, str]:
 
 
 def escape_inline(text: str) -> str:
-    """Escape text for one line of Markdown.
-
-    No markup of Markdown or HTML in the text takes effect, such as that of a heading or a list if it begins the line.
-    """
+    """Escape text for one line of Markdown, so that no markup of Markdown or HTML in it takes effect."""
     escaped = re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
     return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+=#:]))", r"\1\\", escaped)
 

@@ -70,11 +70,7 @@ class Space:
 
 
 def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:
-    """Build the space of the alternatives that `supports` accepts, for cases of the given phases.
-
-    Raises:
-      NothingToDraw: no plain case is supported; the message has the reason for the plainest case.
-    """
+    """Build the space of the alternatives for these phases. Raises `NothingToDraw` if no plain case is supported."""
     base = _find_base(supports, phases)
 
     def is_supported(**changes: Any) -> bool:

@@ -217,10 +217,7 @@ class LoadBalancedCausal(Mask):
 
 
 def relax_to_known(mask: Mask) -> Mask:
-    """Replace each part of `mask` that is unknown before run time by `Full`.
-
-    The result allows every query and key that `mask` may allow once its values are known.
-    """
+    """Replace each part of `mask` that is unknown before run time by `Full`, which allows every pair."""
     if isinstance(mask, Pair):
         return type(mask)(relax_to_known(mask.left), relax_to_known(mask.right))
     return Full() if mask.at_run_time else mask

@@ -35,10 +35,7 @@ _FIRST_KEYS = 128
 
 
 def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
-    """Draw a bias as large as the logits' standard deviation, so that both the bias and the logits matter.
-
-    A `biaskey` has the dtype of `q`. Every other kind is f32.
-    """
+    """Draw a bias as large as the logits' standard deviation, f32 except for `biaskey`, which has q's dtype."""
     assert case.bias is not None
     sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}
     shape = tuple(size if axis in _AXES[case.bias] else 1 for axis, size in sizes.items())

@@ -38,10 +38,7 @@ _BLOCK = 16  # a usual block of keys
 
 @dataclasses.dataclass(frozen=True)
 class _Lengths:
-    """A level of the axis `lengths`: phase, B, T and S.
-
-    In the model of sizes, a level also has its own heads `(N, K)` and depths `(H, V)`; otherwise these are None.
-    """
+    """A level of the axis `lengths`: phase, B, T, S. In the model of sizes, also heads `(N, K)` and depths `(H, V)`."""
 
     phase: str
     batch: int

@@ -18,14 +18,9 @@ REQUIRED = {
 
 
 def check_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, extra: str | None) -> None:
-    """Raise `ValueError` for sizes or operands that a case of latents cannot have.
+    """Raise `ValueError` for sizes or operands that a case of latents cannot have. The message says what is required.
 
-    Args:
-      extra: the quantised cache or the front end of the case, which latents do not combine with; None if the case has
-        neither.
-
-    Raises:
-      ValueError: a size does not fit, or `extra` is given; the message says what is required.
+    `extra` is the case's quantised cache or front end, which latents do not combine with; None if it has neither.
     """
     if num_kv_heads != 1:
         raise ValueError(f"storage {text!r} is one latent for all query heads, so K must be 1, got {num_kv_heads}")

@@ -100,10 +100,7 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
 
 
 def _build_compiled() -> tuple[Case, ...]:
-    """Build cases to compile, two of them with the rank and heads of DeepSeek V3.
-
-    One of these has its depth, 576. The other has depth 640, a whole number of TPU lanes.
-    """
+    """Build cases to compile, two like DeepSeek V3: one has its depth 576, one has 640, a whole number of TPU lanes."""
     real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
     return (
         build_case(

@@ -63,10 +63,7 @@ def find_slots(storage: Storage) -> TokenSlots:
 
 
 def clear_written(storage: Storage, slots: TokenSlots) -> np.ndarray:
-    """Return the dense key in each row of each page before the call, `[pages, page_size]`.
-
-    The rows that the call writes have `NOBODY`.
-    """
+    """Return the dense key in each page row before the call, `[pages, page_size]`; rows to be written have `NOBODY`."""
     held = storage.held.copy()
     held[slots.page[slots.there], slots.row[slots.there]] = NOBODY
     return held
@@ -130,20 +127,14 @@ def view_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, finite: bool) -> np.ndarray:
-    """Gather keys or values `x [B, S, K, depth]` at the dense keys `held [...]`, as `[..., K, depth]`.
-
-    Where `held` is `NOBODY`, the result has arbitrary numbers.
-    """
+    """Gather `x [B, S, K, depth]` at keys `held [...]` as `[..., K, depth]`, with arbitrary numbers for `NOBODY`."""
     flat = x.reshape(-1, *x.shape[2:])
     anything = _draw_garbage(seed, stream, (*held.shape, *x.shape[2:]), x.dtype, finite=finite)
     return np.where((held != NOBODY)[..., None, None], flat[np.maximum(held, 0)], anything)
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Draw arbitrary numbers whose bits differ from row to row, so that a row that moved is noticed.
-
-    They are NaNs of either sign, or finite numbers of magnitude 64 to 128.
-    """
+    """Draw NaNs, or magnitudes of 64 to 128, whose bits differ from row to row, so that a moved row is noticed."""
     drawn = draw_integers(seed, f"written-{stream}", shape, 2**31)
     sign = drawn % 2
     if finite:

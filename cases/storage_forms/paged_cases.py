@@ -246,10 +246,7 @@ def _build_compiled() -> tuple[Case, ...]:
 
 
 def _build_compiled_scales() -> tuple[Case, ...]:
-    """Build cases of quantised pages to compile.
-
-    Each has a sequence with several queries. Kernels that take one query per sequence are judged on other cases.
-    """
+    """Build cases of quantised pages to compile, each with a sequence of several queries."""
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     token, token8 = "kvint8-token", "kvfp8-token"

@@ -91,10 +91,7 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
 
 
 def count_shared_pages(spec: StorageSpec, kv_lengths: tuple[int, ...]) -> list[int]:
-    """Return how many pages each sequence shares with the first one.
-
-    Two sequences share half of the pages that both fill, rounded up. The count is 0 if `spec` shares no pages.
-    """
+    """Return how many pages each sequence shares with the first: 0, or half of the pages that both fill, rounded up."""
     size = spec.size or 1
     return [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
 

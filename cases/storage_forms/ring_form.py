@@ -36,10 +36,7 @@ def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str 
 
 
 def find_widest_left(storage: Storage) -> int | None:
-    """Return the left side of the widest window for which the rings of a layout hold all keys that queries see.
-
-    Returns None if no sequence has more tokens than slots: then the rings hold all keys.
-    """
+    """Return the left side of the widest window whose keys the rings hold; None if they hold all keys."""
     (_, q_length), slots = storage.q_rows.shape, storage.held.shape[1]
     return slots - q_length if storage.tables["cache_seqlens"].max() > slots else None
 
@@ -55,10 +52,7 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
 
 
 def place_keys(slots: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:
-    """Write the keys of a request, from key `start` on, into the slots of its row.
-
-    A key overwrites the key that was in its slot before. This changes `slots [slots]`.
-    """
+    """Write a request's keys, from key `start` on, into its row's `slots [slots]`, in place of earlier keys."""
     for p in range(start, request.keys):
         slots[p % len(slots)] = request.row * kv_length + p
 

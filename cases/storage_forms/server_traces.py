@@ -39,10 +39,7 @@ _MAX_QUERIES = 13  # the most queries that a request has in a step, and T of eac
 
 
 def build_traces(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Build the cases of whole traces.
-
-    For each storage form, format of the cache and window, there is one case: the first that `supports` accepts.
-    """
+    """Build whole traces: one case per storage form, cache format and window, the first that `supports` accepts."""
     found = []
     for form, cases in load_all_form_cases().items():
         for cache, left in itertools.product(cases.caches, cases.trace_windows):
@@ -72,7 +69,7 @@ def _build_case(form: str, left: str, size: int, seed: int, fields: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of a trace: a call."""
+    """One call of a trace; `queries` has `(request, start, stop)` of the tokens whose results each request computes."""
 
     problem: Problem
     queries: TraceStep
@@ -83,11 +80,7 @@ class Step:
 
 
 def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
-    """Yield the steps of a trace; all steps have the same shapes.
-
-    Args:
-      case: the case of the whole trace, from `build_traces`.
-    """
+    """Yield the steps of a trace, given its case from `build_traces`. All steps have the same shapes."""
     assert whole.storage is not None
     left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
     iter_layouts = load_form_cases(whole.storage.form).iter_trace_layouts

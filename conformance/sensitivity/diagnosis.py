@@ -150,10 +150,7 @@ def _select_comparable(one: ErrorProfile, other: ErrorProfile) -> dict[Element, 
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """Compute the weight of each element: 1 / sqrt(number of elements of the same case).
-
-    So a case with many wrong results counts more than a case with few, but not in proportion.
-    """
+    """Compute each element's weight, 1 / sqrt(n) if its case has n elements, so that the case weighs sqrt(n)."""
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 

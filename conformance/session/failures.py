@@ -4,17 +4,11 @@ from __future__ import annotations
 
 
 class CannotJudge(Exception):
-    """Raised if a session or command cannot do its work, for example because of its options.
-
-    The message is the one line that the user sees. The exit code is 2.
-    """
+    """Raised if a session or command cannot do its work, with exit code 2. The message is one line for the user."""
 
 
 class RunStopped(Exception):
-    """Raised to stop a run in an orderly way: the records so far are kept and reported. The message says why.
-
-    The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.
-    """
+    """Raised by callbacks to stop a run but report its records, as `--fail-fast` does. The message says why."""
 
 
 def choose_exit_code(*, is_wrong: bool, is_judged: bool) -> int:

@@ -18,7 +18,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class RemotePool:
-    """Processes that judge for this one."""
+    """Processes that judge for this one, with facts about their environment and notes for the run record."""
 
     pool: TaskPool
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -35,12 +35,8 @@ def open_pool(
 ) -> RemotePool:
     """Open the cluster that the options name, or the executor of the caller.
 
-    Args:
-      executor: the executor; None if the options name a cluster.
-      is_given: whether the implementations are objects of the caller, which other processes cannot find by name.
-
-    Raises:
-      CannotJudge: if these processes cannot judge for this one; the message is one line.
+    `is_given` says that the implementations are objects of the caller, which other processes cannot find by name.
+    Raises `CannotJudge`, with a message of one line, if the cluster or executor cannot judge for this process.
     """
     if is_given:
         raise CannotJudge("other processes find implementations by name: give names in the options, not objects")

@@ -14,7 +14,7 @@ from impls.contract.implementation import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class PlatformSelection:
-    """The implementations that run natively on a required platform, and those that do not."""
+    """The implementations that run natively on a platform, and the names of those that do not, by reason."""
 
     platform: str
     kept: tuple[Implementation, ...]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The files to which a run writes its results; None for those that are not requested."""
+    """The files that a run writes, None where not requested. `step` is the step summary of GitHub Actions."""
 
     report: Path | None = None
     json: Path | None = None
@@ -133,11 +133,7 @@ def check_writable(
 
 
 def write_summary(path: Path, text: str) -> None:
-    """Write the file of `--markdown`, or append to it if it is GitHub's summary of the step.
-
-    Raises:
-      OSError: if the file cannot be written; the error names it.
-    """
+    """Write the file of `--markdown`, or append to GitHub's step summary. Raises `OSError` with the file's name."""
     if not _is_step_summary(path):
         output_files.write_text(path, text)
         return

@@ -31,18 +31,14 @@ class CannotCreateEnvironment(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CreatedEnvironment:
-    """An environment that exists on disk."""
+    """An environment on disk; `packages` has the lines of `pip freeze`, without this project."""
 
     python: Path
     packages: tuple[str, ...]
 
 
 def find_uv() -> str:
-    """Find the program uv: that of the package `uv` in this environment, or the one on the path.
-
-    Raises:
-      CannotCreateEnvironment: if there is none.
-    """
+    """Find uv in this environment, or else on the path. Raises `CannotCreateEnvironment` if there is none."""
     try:
         import uv  # imported late: the package is optional
 
@@ -55,11 +51,7 @@ def find_uv() -> str:
 
 
 def create_environment(described: Environment, folder: Path) -> CreatedEnvironment:
-    """Create an environment in a folder, or return the one there if it was created for the same description.
-
-    Raises:
-      CannotCreateEnvironment: if Python or a package cannot be installed.
-    """
+    """Create an environment in a folder unless an equal one is there. Raises `CannotCreateEnvironment` on failure."""
     project = describe_project()
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if (kept := _read_stamp(folder, described, project)) is not None and python.exists():

@@ -85,11 +85,8 @@ def judge_row(
 ) -> RowOutcome:
     """Judge a row in its folder, and write how it ended. A run that was stopped there is continued.
 
-    A row that was judged there is only timed, if that is asked for.
-
-    Args:
-      bench: whether judged functions are timed too, which needs an otherwise idle machine.
-      show: whether the run's own output goes to the terminal, besides the log.
+    With `bench`, functions are timed too, which needs an otherwise idle machine; a row that was judged there is only
+    timed. With `show`, the run's own output goes to the terminal, besides the log.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)

@@ -116,11 +116,7 @@ def _judge_rows(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace
 
 
 def collect_row(row: Row, folder: Path) -> RowResult | None:
-    """Summarize what the folder of a row holds; None if the row was never begun.
-
-    Raises:
-      CannotJudge: if its file of records cannot be read.
-    """
+    """Summarize a row's folder; None if the row was never begun. Raises `CannotJudge` for unreadable records."""
     outcome = read_outcome(folder)
     return (
         None if outcome is None else _build_result(row.library.name, row.library.package, row.version, outcome, folder)

@@ -50,12 +50,8 @@ def disable_cache() -> Iterator[None]:
 def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[str, float]:
     """Return the numbers that `make` computes, from the cache if it has them.
 
-    Args:
-      asked: everything that the numbers depend on, except the code. It may hold dataclasses, arrays, mappings,
-        sequences and scalars.
-
-    Raises:
-      TypeError: if `asked` holds an object of another type, whose value cannot be hashed.
+    `asked` is everything that the numbers depend on, except the code. Raises `TypeError` if `asked` holds anything but
+    dataclasses, arrays, mappings, sequences and scalars, since the value of other objects cannot be hashed.
     """
     home = find_cache_folder()
     if home is None:
@@ -118,22 +114,14 @@ def _hash_code() -> str:
 
 
 def hash_request(asked: Any) -> str:
-    """Hash the content of a value: dataclasses, arrays, mappings, sequences and scalars.
-
-    Raises:
-      TypeError: if the value holds an object of another type.
-    """
+    """Hash the content of dataclasses, arrays, mappings, sequences and scalars. Raises `TypeError` for other types."""
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()
 
 
 def _hash_value(found: hashlib.blake2b, value: Any) -> None:
-    """Feed a value to the hash, with its type and size ahead of it, so that different values never feed the same bytes.
-
-    Raises:
-      TypeError: if the value is of a type whose content is not known.
-    """
+    """Feed a value to the hash, after its type and size to tell values apart. Raises `TypeError` for unknown types."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         _hash_header(found, type(value).__qualname__, len(names))

@@ -21,14 +21,8 @@ from conformance.truth.roundoff import compute_walk_steps
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
     """Bound how far equal terms take the rounding error of `weights @ values` above that of a random walk.
 
-    The bound is 0 if few terms are equal.
-
-    Args:
-      weights: `[G, T, S]`.
-      values: `[S, H]`.
-
-    Returns:
-      the excess `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
+    For weights `[G, T, S]` and values `[S, H]`, the excess is `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
+    The excess is 0 if few terms are equal.
     """
     walk = compute_walk_steps(values.shape[0])
     of_values = _count_most_frequent(values.T)  # [H]
@@ -39,10 +33,7 @@ def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
 
 
 def _count_most_frequent(x: Array) -> Array:
-    """Count how often the most frequent value occurs along the last axis, where values are compared in f32.
-
-    Zeros do not count, since adding them is exact.
-    """
+    """Count how often the most frequent nonzero value (in f32) occurs along the last axis; adding zeros is exact."""
     ordered = np.sort(x.astype(np.float32), axis=-1)
     place = np.arange(ordered.shape[-1])
     begins = np.ones(ordered.shape, bool)

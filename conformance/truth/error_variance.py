@@ -250,12 +250,7 @@ def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:
 def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
     """Compute the variance of `x @ y` if its sum is rounded after each block, as the mean over both orders.
 
-    Args:
-      x: `[G, n, m]`.
-      y: `[m, .]` or `[G, m, .]`.
-
-    Returns:
-      the variance `[G, n, .]`, or 0 if no sum is rounded after a block.
+    For `x [G, n, m]` and `y [m, .]` or `[G, m, .]`, return `[G, n, .]`, or 0 if no sum is rounded after a block.
     """
     if u.block is None:
         return 0.0

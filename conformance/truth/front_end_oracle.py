@@ -40,7 +40,7 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """One projection (q or k) before and after each step of a front end, as the backward pass needs it."""
+    """A projection (q or k) before and after each step of a front end, with positions `[3, L]` and norm weights."""
 
     steps: tuple[str, ...]
     at: Array
@@ -71,7 +71,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """The operands that a front end made from raw projections, with what its backward pass needs."""
+    """The operands that a front end made from raw projections; `shared` says that the values are the raw keys."""
 
     q: Stream
     k: Stream

@@ -145,7 +145,7 @@ class LowPrecisionSoftmax:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxGradientErrors:
-    """Errors that a softmax in the operands' dtype adds to gradients."""
+    """Errors that a softmax in the operands' dtype adds to gradients. dk and dv are by query head, dsink by row."""
 
     dq: Array
     dk: Array

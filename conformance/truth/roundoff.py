@@ -100,10 +100,7 @@ def get_dtype_name(dtype: np.dtype) -> str:
 
 
 def compute_gamma(terms: int) -> float:
-    """Bound the error of an f32 sum of `terms` terms, relative to the sum of their magnitudes.
-
-    `conformance.truth.rounding_bounds` derives it.
-    """
+    """Bound an f32 sum's error relative to the sum of magnitudes (derived in `conformance.truth.rounding_bounds`)."""
     return U * compute_walk_steps(terms)
 
 

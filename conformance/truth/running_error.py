@@ -96,11 +96,7 @@ def _add_rounding(value: Array, error: Array, roundoff: float = U) -> BoundedNum
 
 
 def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: BoundedNumber) -> BoundedNumber:
-    """Replace entries along the last axis of `whole` by parts.
-
-    Args:
-      parts: pairs of indices along the last axis and the new entries at these indices.
-    """
+    """Replace entries along the last axis of `whole` by `parts`, which are pairs of indices and new entries."""
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:
         value[..., places], error[..., places] = part.value, part.error

@@ -55,7 +55,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """The limits of every dtype and observable."""
+    """The limits by `(dtype, observable)`, and the JAX backends on which they were calibrated."""
 
     limits: Mapping[tuple[str, str], Limit]
     platforms: frozenset[str] = frozenset()
@@ -94,11 +94,7 @@ def load_default_tolerances() -> Tolerances:
 
 
 def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
-    """Build the tolerance table from a calibration, by the rules of the module docstring.
-
-    Raises:
-      ValueError: if the calibration has another schema.
-    """
+    """Build the tolerance table from a calibration, by the module's rules. Raises `ValueError` for another schema."""
     if calibration.get("schema") != CALIBRATION_SCHEMA:
         raise ValueError(f"schema of the calibration is {calibration.get('schema')!r}, must be {CALIBRATION_SCHEMA!r}")
     rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}
@@ -137,12 +133,8 @@ def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
 def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
     """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
 
-    Args:
-      overrides: new largest ratios by `"dtype.observable"`, for example `{"bf16.out": 5.0}`.
-      source: where the overrides come from; reports print it.
-
-    Raises:
-      ValueError: if a dtype or observable is unknown, or a limit is not positive.
+    `overrides` has new largest ratios by `"dtype.observable"`, such as `{"bf16.out": 5.0}`; reports print `source`.
+    Raises `ValueError` if a dtype or observable is unknown, or a limit is not positive.
     """
     limits = dict(table.limits)
     for key, value in overrides.items():

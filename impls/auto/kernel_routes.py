@@ -76,7 +76,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel that is chosen for a call, with the reason."""
+    """The kernel that is chosen for a call, the reason, and the candidates that were passed over, with reasons."""
 
     kernel: str
     reason: str

@@ -70,10 +70,7 @@ def backward(
     d_out: Float[Array, "B T N V"],
     d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
-    """Compute the gradient of every operand, in the operand's shape and dtype.
-
-    Slopes, segment ids and selections have no gradient.
-    """
+    """Compute gradients, of the operands' shapes and dtypes, for all but slopes, segment ids and selections."""
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
     # The row sums D - dlse, where D is equation (11).
@@ -133,9 +130,7 @@ def compute_pair_gradients(
 ) -> PairGradients:
     """Compute the gradient contributions of one pair of blocks.
 
-    Args:
-      shift: `logsumexp`, 0 for rows that attend to nothing.
-      row_sums: `D - dlse`, where `D` is equation (11) of the module docstring.
+    `shift` is `logsumexp`, or 0 for rows that attend to nothing; `row_sums` is `D - dlse`, with `D` of equation (11).
     """
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # probabilities, equation (8)

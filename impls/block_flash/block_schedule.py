@@ -109,11 +109,7 @@ def is_formula(mask: Mask) -> bool:
 
 
 def evaluate_mask(mask: Mask, i: Any, j: Any) -> Any:
-    """Evaluate `mask` at traced positions `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`.
-
-    Returns:
-      booleans `[b, 1, block_q, block_kv]`.
-    """
+    """Evaluate `mask` at `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`: booleans `[b, 1, block_q, block_kv]`."""
     if isinstance(mask, And):
         return evaluate_mask(mask.left, i, j) & evaluate_mask(mask.right, i, j)
     if isinstance(mask, Or):

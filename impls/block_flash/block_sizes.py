@@ -22,10 +22,7 @@ _BLOCK_LENGTHS = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
-    """Look up the block sizes for the default device.
-
-    Of the measured lengths that are at most both lengths, the longest counts.
-    """
+    """Look up block sizes for the default device, as measured at the longest length that is at most both lengths."""
     device = jax.devices()[0].device_kind
     fitting = [
         entry

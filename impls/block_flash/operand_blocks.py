@@ -167,12 +167,7 @@ def compute_pair_logits(
     penalty: Float32[Array, "1 K G block_q block_kv"] | None = None,
     score: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Pair:
-    """Compute the logits of a block of queries and a block of keys.
-
-    Args:
-      penalty: subtracted from the logits (the ALiBi term).
-      score: applied to the logits after bias and penalty.
-    """
+    """Compute the logits of a pair of blocks: add the bias, subtract the ALiBi `penalty`, and then apply `score`."""
     if allowed is not None:
         # Keys and values that no query attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
@@ -199,10 +194,7 @@ def compute_pair_logits(
 def compute_unless_empty(
     plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices, compute: Callable[[], Result], empty: Result
 ) -> Result:
-    """Call `compute` for a pair of blocks, or return `empty` if the traced selection hides the whole pair.
-
-    Under `vmap` over selections both branches run, since a pair may be empty for only some of them.
-    """
+    """Call `compute`, or return `empty` if the selection hides the pair; `vmap` over selections runs both branches."""
     if blocks.selected is None:
         return compute()
     some = lax.dynamic_slice(blocks.selected, *locate_pair(plan, blocks.selected, pair)).any()

@@ -107,10 +107,7 @@ class _KeyBlocks(NamedTuple):
 
 
 def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
-    """Compute attention over packed sequences. Results have a batch axis of size 1.
-
-    Memory beyond operands and outputs is linear in the lengths.
-    """
+    """Compute attention over packed sequences in memory linear in the lengths. Results have a batch axis of size 1."""
     queries, keys = _cut_operands(plan, operands, tables)
     nothing = start_softmax(queries.q.shape[1:-1], operands.v.shape[-1])
     nothing = mark_varying(nothing, find_varying_axes((operands, tables)))

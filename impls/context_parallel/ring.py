@@ -88,7 +88,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of a call of ring attention."""
+    """The static part of ring attention; `table[rank][source]` is the index, in `local.masks`, of that pair's mask."""
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]

@@ -23,10 +23,7 @@ _WIDER: Mapping[Any, type] = {frozenset: Set, tuple: Sequence}
 
 
 def validate_arguments(target: _Target) -> _Target:
-    """Decorate a function or a dataclass so that each call checks its arguments (`check_arguments`).
-
-    A NumPy scalar reaches the function as a Python number. All other arguments reach it as they are.
-    """
+    """Decorate a function or dataclass to check its arguments; NumPy scalars become Python numbers."""
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc] # that of the class
     parameters = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
 

@@ -36,11 +36,7 @@ ScaledQ = Literal[False, True, "base2"]
 
 
 def declared(default: Any, says: str, *, loosens: str = "nothing") -> Any:
-    """Return the field of a declaration.
-
-    Args:
-      loosens: what is judged less strictly, or not at all, because of it.
-    """
+    """Return the field of a declaration; `loosens` says what the field lets be judged less strictly, or not at all."""
     return dataclasses.field(default=default, metadata={"says": says, "loosens": loosens})
 
 

@@ -119,11 +119,7 @@ class TableEntry:
 
 
 def read_table(path: Path) -> tuple[TableEntry, ...]:
-    """Read the entries of a table; none if there is no such file.
-
-    Raises:
-      ValueError: if the file is not a table of tuned settings.
-    """
+    """Read the entries of a table; none without the file. Raises `ValueError` if it is no table of tuned settings."""
     if not path.exists():
         return ()
     try:

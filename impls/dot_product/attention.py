@@ -174,10 +174,7 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _compute_alibi(slopes: Float[Array, " N"], shape: tuple[int, ...]) -> Float32[Array, "K G T S"]:
-    """Compute the ALiBi penalty `[K, G, T, S]` of logits `[B, K, G, T, S]`.
-
-    The last query has the position of the last key.
-    """
+    """Compute the ALiBi penalty `[K, G, T, S]`; the last query has the position of the last key."""
     *_, num_kv_heads, group, q_length, kv_length = shape
     i, j = jnp.arange(q_length, dtype=jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
     distance = jnp.abs(i + (kv_length - q_length) - j).astype(jnp.float32)
@@ -256,10 +253,7 @@ def _broadcast_scales(
 def compute_allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
 ) -> Bool[Array, "b k g T S"] | None:
-    """Combine mask and segment ids into booleans `[b, k, g, T, S]`; None if every pair is allowed.
-
-    An axis has size 1 where nothing differs along it.
-    """
+    """Combine mask and segment ids; None if every pair is allowed. An axis along which nothing differs has size 1."""
     if isinstance(mask, Full) and segment_ids is None:
         return None
     if mask.is_computed:

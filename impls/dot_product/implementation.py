@@ -15,11 +15,7 @@ _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
 
 
 def build_implementation(name: str, **options: Any) -> Implementation:
-    """Declare dot-product attention with `options` bound, under `name`.
-
-    Raises:
-      ValueError: `attention` has no such option.
-    """
+    """Declare dot-product attention with `options` under `name`. Raises `ValueError` for an unknown option."""
     if unknown := sorted(set(options) - set(_OPTIONS)):
         raise ValueError(f"{name}: dot-product attention has no option {', '.join(unknown)}; it has {_OPTIONS}")
     defaults = {key: inspect.signature(attention).parameters[key].default for key in _OPTIONS}

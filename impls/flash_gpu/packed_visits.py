@@ -52,10 +52,7 @@ def compute_ranges(tables: SequenceTables, sides: tuple[Side, Side], q_length: i
 
 
 def compute_visits(ranges: KeyRanges, tiles: Tiles, axis: Axis, kv_length: int) -> PackedVisits:
-    """List the blocks that each program visits: every block with an allowed pair, once.
-
-    A program owns one block along `axis`.
-    """
+    """For each program, list every block with an allowed pair once. A program owns one block along `axis`."""
     some = ranges.low < ranges.high
     reached = lax.cummax(jnp.where(some, ranges.high, 0))  # largest end among the queries up to this one
     ahead = lax.cummin(jnp.where(some, ranges.low, kv_length), reverse=True)  # smallest start from this query on

@@ -41,13 +41,9 @@ MAX_MOSAIC_DEPTH = 256
 def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
     """Choose the kernels of the call that Mosaic GPU computes.
 
-    Args:
-      backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
-        is supported, and Triton elsewhere.
-
-    Raises:
-      ValueError: there is no such back end.
-      NotImplementedError: Mosaic was requested, and does not support the call or the GPU.
+    If `backend` is None, Mosaic is chosen where its ring is preferred, the GPU is a Hopper and the call is supported.
+    Raises `ValueError` for an unknown back end. Raises `NotImplementedError` if Mosaic is requested and does not
+    support the call or the GPU.
     """
     if backend not in (None, "triton", "mosaic"):
         raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
@@ -72,10 +68,7 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
 
 
 def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
-    """Return what Mosaic kernels do not support about a call, or None if they support it.
-
-    `kind` is JAX's device kind of the GPU, or None in an interpreter.
-    """
+    """Return what Mosaic does not support about a call, or None. `kind` is JAX's device kind, None if interpreted."""
     if kind is not None and (reason := find_device_limit(kind)) is not None:
         return reason
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -13,11 +13,7 @@ from unittest import mock
 def load_module(package: str, path: str, stubs: Mapping[str, ModuleType | mock.Mock] | None = None) -> ModuleType:
     """Load the file `path` of a top-level package, without importing the package.
 
-    Args:
-      stubs: modules to put in the place of those that the file imports, only while it is loaded.
-
-    Raises:
-      ImportError: if the package is not installed, or has no such file.
+    While the file loads, `stubs` replace modules that it imports. Raises `ImportError` if package or file is missing.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -23,11 +23,8 @@ def refuse_unsupported(
 ) -> None:
     """Refuse a call that needs a feature in `unsupported`, or an opt-in feature that is not in `offers`.
 
-    Args:
-      **options: the other operands of the contract by name; None for one that is not given.
-
-    Raises:
-      NotImplementedError: a feature is not supported; the message names it and the reason.
+    `options` are the contract's other operands by name, None where not given. Raises `NotImplementedError`, whose
+    message names the feature and the reason.
     """
     for feature in list_requested_features(*arrays, mask, options):
         if feature in unsupported or (feature in OPT_IN and feature not in offers):

@@ -25,9 +25,6 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B T 
 
 
 def initialize_identity(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32, *unused: Any, **others: Any) -> Any:
-    """Initialise weights as an identity matrix, as an initialiser of `jax.nn.initializers`.
-
-    The shape is that of a square matrix whose axes may be split, as in `[N * H, N, H]`.
-    """
+    """Initialise weights as an identity matrix whose axes may be split, as in `[N * H, N, H]`."""
     del key, unused, others
     return jnp.eye(math.isqrt(math.prod(shape)), dtype=dtype).reshape(shape)

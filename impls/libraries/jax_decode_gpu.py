@@ -103,10 +103,7 @@ def attention(
 
 
 def find_key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Find the range of keys that the query of each sequence sees: first key, and one past the last, int32 `[B]`.
-
-    Returns None if `mask` is not such a range.
-    """
+    """Find the first key and one past the last that each query sees, int32 `[B]`; None if `mask` is no range."""
     start, end = np.zeros(batch, np.int32), np.full(batch, kv_length, np.int32)
     for part in list_conjuncts(mask):
         low: Any = 0

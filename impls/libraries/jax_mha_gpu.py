@@ -92,11 +92,7 @@ def attention(
 
 
 def _merge_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | None]:
-    """Merge two arrays of segment ids into one. If they are traced, also return whether they are equal.
-
-    Raises:
-      NotImplementedError: the two are known to differ.
-    """
+    """Merge segment ids; if traced, also return whether they agree. Raises `NotImplementedError` if they differ."""
     if q_ids is kv_ids:
         return q_ids, None
     traced = isinstance(q_ids, jax.core.Tracer) or isinstance(kv_ids, jax.core.Tracer)

@@ -10,13 +10,10 @@ BLOCK = 128  # The default block of both libraries. Key blocks must be multiples
 
 
 def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
-    """Build the library's mask of the same meaning, or an array where it has none.
+    """Build the library's mask of the same meaning for lengths `(T, S)`, or an array where the library has none.
 
-    `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
-
-    Args:
-      mask: the same for all heads and batch rows.
-      shape: lengths `(T, S)`.
+    `mask` is the same for all heads and batch rows. `Window` and `LocalMask` agree: both count the keys on each side
+    without the query's own.
     """
     match mask:
         case Full():

@@ -85,10 +85,7 @@ def _compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax
 
 
 def gather_slots(x: Array, places: Array, fill: float | int) -> Array:
-    """Gather the values of each row's slots, `[L R, slots, ...]`, from `x [blocks, block_rows, ...]`.
-
-    Empty slots get `fill`.
-    """
+    """Gather each row's slots `[L R, slots, ...]` from `x [blocks, block_rows, ...]`; empty slots get `fill`."""
     flat = x.reshape(-1, *x.shape[2:])
     found: Array = flat.at[places].get(mode="fill", fill_value=fill)
     return found

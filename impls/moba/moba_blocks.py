@@ -22,10 +22,7 @@ Array = jax.Array
 
 
 class Operands(NamedTuple):
-    """Array operands of a MoBA call, in the shapes of the contract (docs/contract.md, section 1).
-
-    k, v and bias are truncated after the last query's position.
-    """
+    """Array operands of a MoBA call, with k, v and bias truncated after the last query's position."""
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]

@@ -22,12 +22,7 @@ from impls.jax_compat import Interpret
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
-    """Return the mask if it is a `Moba` mask that fits the lengths.
-
-    Raises:
-      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
-      ValueError: the mask does not fit the lengths.
-    """
+    """Return the `Moba` mask. Raises `NotImplementedError` for any other, `ValueError` for one that does not fit."""
     if isinstance(mask, Moba):
         mask.check_lengths(q_length, kv_length)
         return mask
@@ -113,10 +108,7 @@ class MobaPlan:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows per block, a power of two.
-
-        It is about half of the average number of rows per bin, so that there are few padding rows.
-        """
+        """Rows per block, a power of two: about half the average rows per bin, so that there are few padding rows."""
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
@@ -143,10 +135,7 @@ class MobaWork(NamedTuple):
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """Divide the rows into blocks by the chunks that they selected.
-
-    `chosen`, int32 `[L, R, slots]`, has the indices of these chunks in their lane, and `C` for an empty slot.
-    """
+    """Divide the rows into blocks by selected chunks: int32 indices `chosen [L, R, slots]`, `C` for empty slots."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)

@@ -140,10 +140,7 @@ _Residuals = tuple[Operands, MobaWork, jax.Array, jax.Array]
 
 
 def _get_derivative_refusal(plan: MobaPlan) -> Callable[..., Any]:
-    """Return the wrapper that refuses second derivatives.
-
-    On TPU it also refuses forward mode, since JAX cannot differentiate a kernel whose grid length is traced.
-    """
+    """Return the wrapper that refuses second derivatives, and on TPU, where the grid length is traced, forward mode."""
     return refuse_derivatives if plan.backend == "tpu" else refuse_reverse_mode
 
 

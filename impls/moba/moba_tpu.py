@@ -124,10 +124,7 @@ def _get_sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
 
 
 class _VmemRoom(NamedTuple):
-    """The number of keys that are computed at once, and the bytes of VMEM to request.
-
-    `vmem` is None if the default amount of VMEM suffices.
-    """
+    """The number of keys that are computed at once, and the VMEM bytes to request, None for the default amount."""
 
     keys: int
     vmem: int | None
@@ -138,11 +135,7 @@ class _VmemRoom(NamedTuple):
 
 
 def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
-    """Halve the queries per block of `plan` until both passes fit VMEM.
-
-    Raises:
-      NotImplementedError: not even the smallest block fits.
-    """
+    """Halve `plan`'s queries per block until both passes fit VMEM. Raises `NotImplementedError` if no size fits."""
     while True:
         try:
             _find_room(plan, depths, itemsize, backward=True)
@@ -155,11 +148,7 @@ def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> Mo
 
 
 def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _VmemRoom:
-    """Find the number of keys to compute at once: the requested number, halved until the kernel fits VMEM.
-
-    Raises:
-      NotImplementedError: no number of keys fits.
-    """
+    """Halve the keys to compute at once until they fit VMEM. Raises `NotImplementedError` if no number fits."""
     limit = find_limit(None)
     keys = min(plan.keys_together, round_up(plan.moba.chunk, LANES))
     while (need := _estimate_vmem(plan, depths, itemsize, keys, backward=backward)) > limit.bytes and keys > LANES:
@@ -174,10 +163,7 @@ def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backwa
 
 
 def _estimate_vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
-    """Estimate the bytes of VMEM that a kernel needs.
-
-    Blocks count twice, since the next blocks are prefetched. The intermediate values of a step count once.
-    """
+    """Estimate a kernel's VMEM in bytes. Blocks count twice, since the next are prefetched; a step's values, once."""
     h, v = (round_up(depth, LANES) for depth in depths)
     rows, chunk = plan.block_rows, round_up(plan.moba.chunk, keys)
     fetched = (rows * h + chunk * (h + v)) * item
@@ -320,10 +306,7 @@ def _backward_kernel(
 
 
 def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Scalar) -> Any:
-    """Call `add` for the keys of a chunk, `size` keys at a time.
-
-    Keys that every row sees come first and need no mask. Keys that only some rows see follow, with a mask.
-    """
+    """Call `add` for `size` keys at a time: first, unmasked, for keys that every row sees, then for the others."""
     every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
     so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
     return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)

@@ -39,10 +39,7 @@ class VmemRoom(NamedTuple):
 
 
 class PageBlocks(NamedTuple):
-    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
-
-    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
-    """
+    """Page blocks that each of up to `L` query tiles copies, int32 `[L]`. Unused tiles have no blocks."""
 
     slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
     end: jax.Array  # one past the last index into this row that the tile needs

@@ -184,10 +184,7 @@ class VisibleKeys(NamedTuple):
 
 
 class ShareParts(NamedTuple):
-    """Parts of attention over the keys of each share, in the order of shares, then columns.
-
-    The memory of an empty share is never written.
-    """
+    """Parts of attention over each share's keys, in order of shares, then columns; empty shares are never written."""
 
     out: Float32[Array, "W*columns rows V"]
     max: Float32[Array, "W*columns rows"]

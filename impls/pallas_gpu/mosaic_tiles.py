@@ -122,10 +122,7 @@ class RunningSoftmax(NamedTuple):
 def multiply(
     plan: TileArithmetic, a: Any, b: Scalar, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """Compute `a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
-
-    `issued` is called after the product is issued and before it is waited for.
-    """
+    """Compute `a @ b`, or `a @ b.T`, in f32, with `b` in shared memory; call `issued` before awaiting the product."""
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
         found = _multiply_values(a, b, transposed)

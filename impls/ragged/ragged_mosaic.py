@@ -47,8 +47,7 @@ class _Sizes:
 def attend(plan: RaggedPlan, operands: Operands, *, num_splits: int | None, interpret: Interpret) -> Part:
     """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
-    Args:
-      num_splits: programs that share a sequence; by default as many as fill the GPU.
+    `num_splits` programs share a sequence; by default, as many as fill the GPU.
     """
     sizes = _build_sizes(plan, operands, num_splits)
     page_size = math.gcd(plan.kv_length, TILE_KEYS)

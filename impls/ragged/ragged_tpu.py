@@ -157,10 +157,7 @@ def attend(
 
 
 def choose_num_heads(num_kv_heads: int, rows: int, block: int, depths: tuple[int, int], itemsize: int) -> int:
-    """Choose the key/value heads per step: as many as fit VMEM, to amortise the cost of starting a step.
-
-    If several cores share a call, each gets some of the heads, where there are enough.
-    """
+    """Choose the key/value heads per step: as many as fit VMEM, but some for each core that shares the call."""
     h, v = (-(-depth // LANES) * LANES for depth in depths)
     fetched = 2 * (block * (h + v) + rows * h) * itemsize
     kept = 2 * rows * (v + 2 * LANES) * 4
@@ -242,10 +239,7 @@ def _add_heads(
     masked: Callable[[jax.Array], jax.Array],
     alive: Callable[[jax.Array], jax.Array],
 ) -> None:
-    """Add a block for all heads, interleaving the operations of the heads to hide latencies.
-
-    Four heads over 512 keys take 1,214 cycles on 7x one after the other, and 859 interleaved.
-    """
+    """Add a block for all heads, interleaved: for four heads and 512 keys, 859 cycles on 7x instead of 1,214."""
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
     every = range(heads)

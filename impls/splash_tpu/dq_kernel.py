@@ -39,10 +39,7 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """Scratch of the kernel: the accumulator, and values per query as columns that are the same in every lane.
-
-    Fields are None where not needed.
-    """
+    """The kernel's accumulator, and values per query as columns that are alike in every lane; None if not needed."""
 
     dq: Any  # [block_q, H] f32
     logsumexp: Any  # [block_q, 128] f32

@@ -86,13 +86,9 @@ def build_packed_steps(
 def _classify_pairs(
     low: Int32[Array, " T"], high: Int32[Array, " T"], kv_length: int, blocks: Blocks
 ) -> tuple[Bool[Array, "q_blocks kv_blocks parts"], Bool[Array, "q_blocks kv_blocks"]]:
-    """Classify the pairs of blocks.
+    """Find the parts `[q blocks, kv blocks, parts]` with an allowed pair, and the blocks with all pairs allowed.
 
     XLA fuses the comparisons of every query with every part of the keys, so they take no memory.
-
-    Returns:
-      booleans `[q blocks, kv blocks, parts]`: parts with an allowed pair of positions.
-      booleans `[q blocks, kv blocks]`: blocks in which every pair of positions is allowed.
     """
     (q_part, kv_part), padded = blocks.parts, round_up(len(low), blocks.q)
     low, high = (jnp.pad(x, (0, padded - len(x))).reshape(-1, q_part, 1) for x in (low, high))

@@ -157,11 +157,7 @@ def estimate_vmem(
 
 
 def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
-    """Return the estimated VMEM in bytes, or raise `ValueError` if the blocks do not fit.
-
-    Raises:
-      ValueError: the estimate is over the limit; the message says which sizes would fit.
-    """
+    """Return the estimated VMEM in bytes. Raises `ValueError`, with sizes that fit, if it is over the limit."""
     need = estimate_vmem(phase, blocks, depths, **kind)
     if need <= limit.bytes:
         return need
@@ -223,10 +219,7 @@ class SplashPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Arrays of one call, with heads before lengths.
-
-    The fields are not typed as arrays, since JAX also builds this pytree with placeholders.
-    """
+    """Arrays of one call, with heads before lengths; untyped, since JAX also builds this pytree with placeholders."""
 
     q: Any  # [B, N, T, H]
     k: Any  # [B, K, S, H]

@@ -322,9 +322,7 @@ def _store_mask_blocks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Store each distinct partial block once.
 
-    Returns:
-      index of each step's block, `[shards, b, n, L]`.
-      the blocks, int8 `[X, block_q, block_kv]`.
+    Returns the index of each step's block, `[shards, b, n, L]`, and the blocks, int8 `[X, block_q, block_kv]`.
     """
     local, kv_length = shape
     known: dict[bytes, int] = {}
@@ -378,10 +376,7 @@ def downcast(steps: Steps) -> Steps:
 def build_dynamic_steps(
     allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
 ) -> tuple[Steps, StepKinds]:
-    """Build the steps for a traced mask, booleans `[b, n, T, S]`.
-
-    Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.
-    """
+    """Build a step per pair of blocks for a traced mask `[b, n, T, S]`. Steps of empty pairs do and fetch nothing."""
     b, n, q_length, kv_length = allowed.shape
     padding = (
         (0, 0),

@@ -37,10 +37,7 @@ from impls.splash_tpu.splash_schedule import (
 
 
 class Step(NamedTuple):
-    """Scalars of the current step.
-
-    A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
-    """
+    """Scalars of a step. Those that all steps share are Python bools, so that the kernel has no code to test them."""
 
     q: Any  # index of the block of queries; None if the kernel needs no positions
     kv: Any  # index of the block of keys; None if the kernel needs no positions

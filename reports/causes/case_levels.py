@@ -97,10 +97,7 @@ class Level:
 
 @functools.lru_cache(maxsize=1 << 15)
 def parse_fields(case: str) -> Mapping[str, str] | None:
-    """Parse a case id into the fields of `Case` that it names, each as the id writes it.
-
-    Returns None if `case` is no case id.
-    """
+    """Parse a case id into the fields of `Case` that it names, each as the id writes it; None if it is no case id."""
     parts = case.split("/")
     if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
         return None
@@ -381,10 +378,7 @@ def find_oddities(case: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def rank_plainness(case: str) -> tuple[int, int, str]:
-    """Return a sort key that puts the plainest cases first.
-
-    These are the cases with the fewest unusual fields (`find_oddities`), then the smallest ones.
-    """
+    """Return a sort key that puts cases with the fewest unusual fields (`find_oddities`) first, then the smallest."""
     fields = parse_fields(case)
     if fields is None:
         return len(_SIZES), 0, case

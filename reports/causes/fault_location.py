@@ -55,7 +55,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A level that may explain red rows."""
+    """A level that may explain red rows: `rows` is the bit mask of rows that have the level, `odds` a prior penalty."""
 
     rows: int
     odds: float = 0.0
@@ -108,10 +108,7 @@ def explains(combination: Combination, signal: Signal) -> bool:
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """Find the name of the signal that a combination explains best.
-
-    It is the first signal whose gain is at least half the largest gain.
-    """
+    """Find the name of the first signal whose gain from a combination is at least half the largest gain."""
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
     most = max(gains.values())  # negative if the combination explains no signal
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
@@ -221,10 +218,7 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """Compute the log likelihood of one sequence of `red` red and `green` green rows.
-
-    The rate of red rows has a beta distribution with the parameters `a` and `b`.
-    """
+    """Compute the log likelihood of a sequence of red and green rows, if the rate of red has a beta(`a`, `b`) prior."""
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 
 

@@ -170,10 +170,7 @@ def classify_record(record: Record) -> str:
 
 
 def is_wrong_form(record: Record) -> bool:
-    """Return whether a record fails because a result has another dtype or shape than expected.
-
-    The values of such a result cannot be compared.
-    """
+    """Return whether a record fails because a result has another dtype or shape, so that values cannot be compared."""
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
 

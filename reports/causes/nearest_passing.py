@@ -60,10 +60,7 @@ def find_nearest_passing(
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """Find a passing case without the level that differs from `case` only in the fields that decide the level.
-
-    Returns an empty string if there is none.
-    """
+    """Find a passing case that lacks the level and differs only in the level's fields; empty if there is none."""
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
     for other in right:
         if level not in find_levels(other) and _drop_fields(parse_fields(other) or {}, level.fields) == wanted:

@@ -77,7 +77,7 @@ def find_implementation_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """A combination of levels that explains failures."""
+    """Levels that explain failures of a kind, and the name of the signal that shows the cause most plainly."""
 
     kind: str
     signal: str

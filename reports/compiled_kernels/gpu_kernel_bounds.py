@@ -43,10 +43,7 @@ class KernelBound:
 
 @dataclasses.dataclass(frozen=True)
 class BoundRow:
-    """The bounds of one kernel, in the case where it takes the most cycles per pair of query and key.
-
-    `cells` has the bounds by GPU.
-    """
+    """A kernel's bounds by GPU, in the case where it takes the most cycles per pair of query and key."""
 
     implementation: JudgedImplementation
     case: str
@@ -57,10 +54,7 @@ class BoundRow:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTable:
-    """The table of bounds, with a row for each kernel and a column for each GPU.
-
-    `charts` compares the same programs between implementations.
-    """
+    """The table of bounds by kernel and GPU, and charts that compare programs between implementations."""
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]

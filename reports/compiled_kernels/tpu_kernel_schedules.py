@@ -37,10 +37,7 @@ class ScheduleFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """The numbers of one kernel, in the case where its blocks take the most cycles.
-
-    `cells` has the numbers by TPU generation.
-    """
+    """A kernel's numbers by TPU generation, in the case where its blocks take the most cycles."""
 
     implementation: JudgedImplementation
     case: str

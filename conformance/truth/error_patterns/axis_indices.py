@@ -25,7 +25,7 @@ _MAX_LISTED = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisIndices:
-    """A description of indices along an axis."""
+    """A description of the indices `chosen` (booleans), and the size `block` of blocks that they follow, 0 for none."""
 
     words: str
     chosen: np.ndarray
@@ -33,13 +33,9 @@ class AxisIndices:
 
 
 def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: int) -> AxisIndices | None:
-    """Find the plainest description of the wrong indices along one axis.
+    """Find the plainest description of the wrong indices along the axis `letter`, a key of `NOUNS`.
 
-    Args:
-      letter: the axis, in the letters of `NOUNS`.
-
-    Returns:
-      the description; None if every judged index is wrong, or no description fits.
+    Returns None if every judged index is wrong, or no description fits.
     """
     if not wrong.any() or not (judged & ~wrong).any():
         return None
@@ -51,10 +47,7 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Yield descriptions of the wrong indices, the most specific first.
-
-    Only a run may include right indices. All other descriptions name exactly the wrong ones.
-    """
+    """Yield descriptions of the wrong indices, the most specific first. Only a run may include right indices too."""
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)

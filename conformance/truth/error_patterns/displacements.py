@@ -109,11 +109,7 @@ def _describe_reordering(sample: Sample, letter: str) -> str:
 
 
 def _format_order(source: dict[int, int], length: int, noun: str, failure: Failure) -> str:
-    """Describe in which order slices stand along an axis.
-
-    Args:
-      source: for each slice, the index of the right slice that stands there.
-    """
+    """Describe the order of slices along an axis; `source` maps each slice to the right slice that stands there."""
     found = set(source.values())
     if len(found) == 1:
         return f"each {noun} what {noun} {found.pop()} must be"

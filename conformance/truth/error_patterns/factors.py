@@ -20,10 +20,7 @@ _DIGITS = 4
 
 
 def describe_multiple(sample: Sample) -> str:
-    """Describe a multiple of the right values, with the known factors that it may be; empty if it is none.
-
-    An example is `2 times the right value`.
-    """
+    """Describe a multiple of the right values, with the known factors that it may be; empty if it is none."""
     found = _fit_factor(sample)
     if found is None:
         return ""
@@ -49,10 +46,7 @@ def _is_near(value: float, known: float) -> bool:
 
 
 def describe_offset(sample: Sample) -> str:
-    """Describe a constant offset, with the known numbers that it may be; empty if the errors differ.
-
-    An example is `0.6931 too large`.
-    """
+    """Describe a constant offset, with the known numbers that it may be; empty if the errors differ."""
     errors = (sample.got - sample.right)[sample.wrong]
     if not errors.size or not np.isfinite(errors).all():
         return ""
@@ -65,10 +59,7 @@ def describe_offset(sample: Sample) -> str:
 
 
 def describe_row_multiples(sample: Sample) -> str:
-    """Describe rows that are each the right row times a factor of its own; empty if they are not.
-
-    This happens if the weights of a row do not add up to 1.
-    """
+    """Describe rows that are each the right row times a factor, as if weights did not add up to 1; empty otherwise."""
     failure = sample.failure
     if failure.unit_letters == failure.letters or failure.got.shape[-1] < _MIN_COLUMNS:
         return ""

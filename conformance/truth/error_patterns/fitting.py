@@ -34,7 +34,7 @@ _F32_ROUNDOFF = 2.0**-22  # allowed for a kernel that computes the predicted val
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A sample of a wrong result's elements."""
+    """A sample of a wrong result's elements, by their indices along each axis."""
 
     failure: Failure
     index: tuple[np.ndarray, ...]
@@ -76,9 +76,7 @@ class Sample:
     def fits(self, predicted: np.ndarray, bound: np.ndarray | None = None, *, parameters: int = 0) -> bool:
         """Check whether a prediction explains the errors.
 
-        Args:
-          bound: bounds of the predicted values; those of the right values by default.
-          parameters: how many numbers of the prediction were fitted to the values.
+        `bound` is by default that of the right values; `parameters` is how many numbers were fitted to the values.
         """
         bound = self.bound if bound is None else bound
         if self.wrong.sum() < MIN_WRONG + parameters:

@@ -55,11 +55,7 @@ class _Candidate:
 
 
 def find_location(failure: Failure, special: np.ndarray | None = None) -> Location | None:
-    """Find the location of the wrong elements; None if no location is accepted.
-
-    Args:
-      special: booleans of elements that hold a special value, such as NaN. If given, their location is found instead.
-    """
+    """Find the location of the wrong elements, or of those in `special`, such as NaN; None if none is accepted."""
     wrong = failure.wrong if special is None else special
     if not wrong.any():
         return None

@@ -17,8 +17,7 @@ _NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite
 def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorMap | None:
     """Draw the picture of a wrong result; None if the result has neither rows nor keys.
 
-    Args:
-      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
+    `blocks` are the sizes of the blocks of queries and of keys whose borders the error follows, 0 for none.
     """
     letters = failure.letters
     along = next((letter for letter in "TS" if letter in letters), "")
@@ -52,10 +51,7 @@ def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorM
 
 
 def _find_worst_head(failure: Failure, worst: tuple[np.intp, ...]) -> tuple[int, int]:
-    """Return the batch row and the query head of the worst element.
-
-    If the result has key/value heads, return the first query head that reads the worst key/value head.
-    """
+    """Return batch row and query head of the worst element; a key/value head counts as the first head that reads it."""
     places = {letter: int(n) for letter, n in zip(failure.letters, worst, strict=True)}
     return places["B"], places["N"] if "N" in places else places["K"] * failure.group
 
@@ -76,10 +72,7 @@ def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str,
 
 
 def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndarray:
-    """Reduce an array to two axes, by the largest value along all others.
-
-    The second of `axes` may be two letters. Their axes are then flattened into one.
-    """
+    """Reduce an array to two axes by the largest value along all others. A pair of letters is flattened to one axis."""
     order = [letters.index(letter) for letter in "".join(axes)]
     rest = [n for n in range(len(letters)) if n not in order]
     kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters))))
@@ -96,11 +89,7 @@ def _project_slice(failure: Failure, values: np.ndarray, along: str, batch: int,
 
 
 def _draw_cells(ratios: np.ndarray, lost: np.ndarray, limit: float) -> tuple[str, ...]:
-    """Draw ratios as lines of shades: one digit for each decade beyond the limit, `-` if nothing is judged.
-
-    Args:
-      ratios: ratios `[rows, columns]`, -1 where nothing is judged.
-    """
+    """Draw `ratios [rows, columns]` with a digit for each decade beyond the limit, and `-` for -1 (not judged)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.ceil(np.log10(np.where(ratios > 0, ratios, 0.0) / limit))
     shades = np.clip(

@@ -19,7 +19,7 @@ _MIN_ZEROS = 16  # one or two zeros may occur by chance in bf16 and f16
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The description of an error."""
+    """The description of an error, empty if nothing fits, and the sizes of the blocks that the error follows, or 0."""
 
     words: str = ""
     blocks: tuple[int, int] = (0, 0)
@@ -55,10 +55,7 @@ def _find_pattern(failure: Failure) -> Pattern:
 
 
 def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
-    """Check whether the right elements outside the location fit the description too; then the location is dropped.
-
-    Zeros, for instance, fit every factor.
-    """
+    """Check whether right elements outside the location fit the description too; then the location is dropped."""
     elements = np.broadcast_to(inside, failure.got.shape) & failure.informative
     outside = np.flatnonzero(failure.informative & ~elements)
     within = np.flatnonzero(elements)

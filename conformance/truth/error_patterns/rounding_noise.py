@@ -54,10 +54,7 @@ def describe_rounded(found: Sample) -> str:
 
 
 def describe_scattered(found: Sample) -> str:
-    """Describe errors that scatter like rounding; empty if they do not.
-
-    Such errors have a similar size in all rows, occur in both directions, and have no large outliers.
-    """
+    """Describe errors that scatter in both directions, alike in all rows, without large outliers; empty otherwise."""
     error, right = found.got - found.right, found.right
     if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have only one error in each row
         return ""

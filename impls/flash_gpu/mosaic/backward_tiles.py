@@ -88,10 +88,7 @@ def copy_group_step(place: ProgramTile, at: Scalar) -> None:
 
 
 def compute_allowed_keys(place: ProgramTile, at: Scalar, slot: Scalar, own: Scalar) -> Bool[Array, "keys queries"]:
-    """Compute which positions of a tile of this warpgroup's keys may attend, `[keys, queries]`.
-
-    `slot` is that of the visited queries, `own` the index of the warpgroup's own tile of keys.
-    """
+    """Compute whether the queries in `slot` may attend to the keys of the warpgroup's own tile with the index `own`."""
     span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
     ids = None
     if place.plan.segmented:

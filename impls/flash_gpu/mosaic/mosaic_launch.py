@@ -401,10 +401,7 @@ class ProgramTile:
 
     @property
     def reads_ids_unfenced(self) -> bool:
-        """Return whether a release must bring a fence of its own after reads of segment ids.
-
-        Where keys that no query attends to are zeroed in a buffer, a fence follows that store already.
-        """
+        """Return whether a release needs a fence after reads of segment ids, as no store of zeroed keys brings one."""
         return self.plan.segmented and not self.plan.has_dead_keys
 
     def release_keys(self, at: Scalar, *, read_as_values: bool = False) -> None:

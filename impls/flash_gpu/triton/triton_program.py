@@ -106,10 +106,7 @@ class Launch:
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
     def inputs(self, operands: Operands) -> tuple[Arrays, Specs]:
-        """Return the kernel's input arrays and their `BlockSpec`s, both by name.
-
-        The inputs are the operands, the mask or the key ranges, and the schedule.
-        """
+        """Return the operands, the mask or key ranges, and the schedule by name, and their `BlockSpec`s by name."""
         plan = self.plan
         arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
         specs: Specs = {
@@ -170,10 +167,7 @@ class Launch:
         return pl.BlockSpec((self.heads,), lambda i, n, b: (n,))
 
     def pairs(self, shape: tuple[int, ...]) -> Any:
-        """Return the `BlockSpec` of an array `[B or 1, N or 1, T or 1, S or 1]`: the pairs that a program sees.
-
-        Axes of size 1 are broadcast.
-        """
+        """Return the `BlockSpec` of the pairs that a program sees of an array `[B or 1, N or 1, T or 1, S or 1]`."""
         block = (
             None,
             1 if shape[1] == 1 else self.heads,
@@ -210,12 +204,9 @@ class Launch:
         out_shapes: Arrays,
         out_specs: Specs,
     ) -> Arrays:
-        """Run `kernel(inputs, outputs)` in every program.
+        """Run `kernel(inputs, outputs)` in every program; profiles show `name`.
 
-        Args:
-          name: name of the kernel in profiles.
-          specs: the part of each input that a program sees.
-          out_specs: the part of each output that a program sees.
+        A program sees the part of each input and output that `specs` and `out_specs` describe.
         """
         # `shard_map` checks over which mesh axes arrays vary: constants and outputs must name the operands' axes.
         arrays = mark_varying(arrays, find_varying_axes(arrays))
@@ -295,10 +286,7 @@ def load_pairs(ref: Ref, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
 def visit_blocks(
     launch: Launch, inputs: Arrays, head: Scalar, step: Callable[[bool, Any, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Fold `step(masked, block, carry)` over the blocks that this program visits.
-
-    The kernel has no code for kinds of blocks that no program visits.
-    """
+    """Fold `step(masked, block, carry)` over this program's blocks, without code for kinds that no program visits."""
     table = inputs["visits"]
     place = head if table.shape[0] > 1 else jnp.int32(0)
     for kind in launch.kinds:
