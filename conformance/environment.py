@@ -135,10 +135,7 @@ def find_schedule_folder() -> Path | None:
 
 
 def _remove_abandoned_folders(home: Path) -> None:
-    """Remove this user's schedule folders in `home` that killed processes have left behind.
-
-    A folder stays while a process with the id in its name is alive, even if that is another process with the same id.
-    """
+    """Remove this user's schedule folders in `home` unless a process with the id in the folder's name is alive."""
     for folder in home.glob(f"{_SCHEDULE_FOLDER_PREFIX}*"):
         number = _SCHEDULE_FOLDER_NAME.fullmatch(folder.name)
         try:
@@ -225,12 +222,9 @@ def build_default_flags() -> str:
 
 
 def start_backends(flags: str | None) -> None:
-    """Start JAX's backends under these XLA flags, then restore the variable `XLA_FLAGS`.
+    """Start JAX's backends under `flags`, or the environment's if None, then restore the variable `XLA_FLAGS`.
 
-    XLA reads `XLA_FLAGS` once, when the first backend starts. Restoring the variable later does not change XLA's flags.
-
-    Args:
-      flags: the value of `XLA_FLAGS` that XLA reads; None for the one in the environment.
+    XLA reads the variable once, when the first backend starts, so restoring it does not change XLA's flags.
     """
     import jax  # imported late: `prepare_environment` must run first
 

@@ -115,10 +115,7 @@ class _Raising:
 
 
 class raise_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case, like those of contextlib
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives.
-
-    If a signal arrived before the block, `raise_if_stopped` raises it.
-    """
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives; `raise_if_stopped` raises earlier ones."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -138,10 +135,7 @@ class end_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case,
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted.
-
-    A signal that arrived before the block has had its effect, and raises nothing at the end.
-    """
+    """Delay `KeyboardInterrupt` to the end of a short block; signals that came before the block raise nothing."""
     if not _is_main_thread():
         yield
         return

@@ -104,11 +104,7 @@ def compile_for(
 
 
 def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which JAX traces programs for one chip of `target`.
-
-    Raises:
-      NoCompiler: if this machine cannot compile for the target.
-    """
+    """Return a context where JAX traces for one chip of `target`. Raises `NoCompiler` if its compiler is missing."""
     return _trace_on_sharding(_build_sharding(target))
 
 

@@ -102,10 +102,7 @@ def _build_race_handler(stream: io.StringIO) -> logging.Handler:
 
 @contextlib.contextmanager
 def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
-    """Send a logger's messages to `handler`, and not to parent loggers, within this context.
-
-    The name None stands for the root logger.
-    """
+    """Send a logger's messages only to `handler` within this context; the name None means the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -136,10 +133,7 @@ def _load_tpu() -> Any:
 
 
 def _reset_interpreters() -> None:
-    """Reset the interpreters' state, and discard the pending effects of a failed kernel.
-
-    Otherwise JAX would raise the failed kernel's error again.
-    """
+    """Reset the interpreters and discard a failed kernel's pending effects; else JAX would raise its error again."""
     _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()

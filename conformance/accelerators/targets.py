@@ -57,7 +57,7 @@ class Toolchain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A chip to compile for."""
+    """A chip to compile for; `topology` has further arguments of `jax.experimental.topologies.get_topology_desc`."""
 
     name: str
     toolchain: Toolchain

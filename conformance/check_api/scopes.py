@@ -120,10 +120,7 @@ def _build_scope(
 
 
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List the supported cases of all grids.
-
-    At levels above `quick`, very long sequences and the named regressions are added.
-    """
+    """List the supported cases of all grids; above level `quick`, add very long sequences and named regressions."""
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
         return tuple(dict.fromkeys(gridded))
@@ -145,10 +142,9 @@ def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List cases for kernels that JAX can interpret.
+    """List cases that JAX can interpret.
 
-    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions that it has
-    none.
+    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions this lack.
     """
     implementation = grids.implementation
     if not _has_interpreter(implementation):

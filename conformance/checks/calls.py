@@ -152,8 +152,7 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
 def _reverse_rows(problem: Problem) -> Dense:
     """Return the mask with all rows but the first in reverse order.
 
-    It has the same first row and the same number of allowed pairs. So a kernel that caches masks by these confuses
-    the two masks.
+    The first row and the number of allowed pairs stay the same, to expose kernels that cache masks by these alone.
     """
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
@@ -171,10 +170,7 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
-
-    All batch rows share the case's own bias. This one differs between batch rows.
-    """
+    """Check a call outside `jit` with a bias `[B, 1, T, S]` that differs by batch row and is zero for query 0."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
@@ -270,10 +266,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` on NumPy operands, then a second call with other values in the same arrays.
-
-    The first result is read after the second call, and the second call must not have changed it.
-    """
+    """Check a call on NumPy arrays outside `jit`, whose result must survive a call on the same, changed arrays."""
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
         refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
@@ -284,10 +277,7 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return the pair's problems with masks that are arrays, as a list of one pair.
-
-    The list is empty if the kernel does not get such a mask as an array.
-    """
+    """Return a list of the pair with its masks as arrays; empty if the kernel does not take this mask as an array."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -306,10 +296,7 @@ def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call with one array for the segment ids of queries and keys, as in self-attention.
-
-    The ids are unsorted: an id may occur again after another one.
-    """
+    """Check a call with one array of unsorted segment ids, shared by queries and keys as in self-attention."""
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
@@ -323,10 +310,7 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` with one array for queries, keys and values, as in layers without projections.
-
-    The last token of the array is zero, unless it is the only token.
-    """
+    """Check a call outside `jit` with one array, whose last token is zero, for queries, keys and values."""
     case = pair.subject.case
     if case.storage is not None:
         yield build_unsupported("out", "stored queries, keys and values cannot be one array")

@@ -77,10 +77,9 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
-    """Run all steps of a call that writes pages.
+    """Run all steps of a call that writes pages; return each step's expected page writes, and its results.
 
-    Returns:
-      For each step the expected page writes, and its results: `out` and residuals in dense form, and the page arrays.
+    The results are `out` and residuals in dense form, and the page arrays.
     """
     finite = subject.implementation.behind_mask == "finite"
     writings: list[Writing] = []

@@ -114,10 +114,7 @@ def list_operands_with_calls(implementation: Implementation, case: Case) -> list
 
 
 def iter_variants(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield `case` changed to `call`, an entry of `CALLS`, in all variants of heads, dtype and lengths.
-
-    The preferred variant comes first. A caller uses the first one that the implementation supports.
-    """
+    """Yield `case` changed to `call`, an entry of `CALLS`, in variants of heads, dtype and lengths, preferred first."""
     fields = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
     factor = call.get("times_heads", 1)
     head_counts = _HEADS if call.get("grouped", True) else _HEADS[::-1]

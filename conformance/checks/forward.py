@@ -64,10 +64,7 @@ def check_primal(subject: Subject) -> Iterator[Judgement]:
 
 
 def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
-    """Judge `out` of a result, and its dtype, by the expectation of the case.
-
-    `judged` marks the elements to judge; by default `subject.judged_out`.
-    """
+    """Judge `out` and its dtype by the case's expectation, in the elements `judged` (`subject.judged_out` if None)."""
     got = result.values["out"]
     if got.dtype != subject.problem.q.dtype:
         wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
@@ -77,10 +74,7 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge one residual of a result, and its dtype, by the expectation of the case.
-
-    `judged` marks the elements to judge; by default `subject.judged_residuals`.
-    """
+    """Judge a residual and its dtype by the expectation, in elements `judged` (`subject.judged_residuals` if None)."""
     if name not in result.values:
         return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged

@@ -60,10 +60,7 @@ def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
-    """Judge the gradients for the cotangent of this name, if the case has one.
-
-    With `saved`, records also have the ratio to the flash formula.
-    """
+    """Judge the gradients for a cotangent if the case has it; with `saved`, record the ratio to the flash formula."""
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)

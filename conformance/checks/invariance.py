@@ -37,10 +37,7 @@ def check_invariance(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
-    """Check permuted keys and merged halves of the keys, without a mask and without operands that depend on positions.
-
-    Both equivalences hold only if all keys are treated alike.
-    """
+    """Check permuted keys, and merged halves of the keys, without a mask or operands that tell positions apart."""
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield build_unsupported("permuted", reason)
         yield build_unsupported("merged", reason)
@@ -219,10 +216,7 @@ def _judge_agreement(
     expected: Bounded,
     bound: np.ndarray | None = None,
 ) -> Judgement:
-    """Judge the result `got` by the result `whole`; the bound is the sum of both bounds.
-
-    `bound` is the bound of `got`; None if it is that of `whole`.
-    """
+    """Judge `got` by `whole`, within the sum of their bounds; `bound` is that of `got`, or None if it is the same."""
     together = expected.bound + (expected.bound if bound is None else bound)
     both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), together, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)

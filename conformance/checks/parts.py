@@ -115,10 +115,7 @@ def _find_malformation(problem: Problem, part: Any) -> str:
 
 
 def _split_cache(problem: Problem) -> list[Problem]:
-    """Split the keys of the problem into two pieces of the cache; return [] if the problem cannot be split.
-
-    The sink belongs to the second piece only, even in rows that have no keys there.
-    """
+    """Split the keys into two cache pieces, of which the second has the sink; return [] if that is impossible."""
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2
     # The call `parts` takes none of these operands (docs/contract.md, section 4).

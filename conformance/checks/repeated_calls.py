@@ -37,11 +37,7 @@ def find_equal(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def judge_repetition(name: str, before: np.ndarray, changes: Mapping[str, np.ndarray], bound: np.ndarray) -> Judgement:
-    """Judge whether a result is the same when the same call is made again.
-
-    Args:
-      bound: the bound of each element, in which the report gives the size of the change.
-    """
+    """Judge whether a repeated call returns the same result; the report gives changes in units of `bound`."""
     label = f"{name}.repeated"
     if name not in changes:
         return Judgement(observable=label, verdict=records.PASS)

@@ -82,10 +82,7 @@ def _check_unless_refused(
 
 
 def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Check batch rows sharded over a mesh of explicit axes, without `shard_map`.
-
-    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
-    """
+    """Check batch rows sharded over explicit mesh axes, the default of jax 0.12's `make_mesh`, without `shard_map`."""
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     out, gradients = subject.executor.run(
@@ -134,10 +131,7 @@ def _remove_functions(case: Case) -> Case:
 
 
 def _balance_queries(case: Case) -> Case:
-    """Return the case with the mask of load-balanced queries, without operands that depend on positions.
-
-    Such operands are removed because a device does not know the positions of its queries.
-    """
+    """Give the case load-balanced queries, and drop operands that need positions, which devices do not know."""
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_positional}
     return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
 
@@ -168,10 +162,7 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
-    """Return why the sharded case is not supported; None if it is supported.
-
-    With sharded queries, each device may get its mask as an array, so dense masks must be supported too.
-    """
+    """Return why the sharded case is unsupported, or None; with sharded queries, dense masks must be supported too."""
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

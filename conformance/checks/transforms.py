@@ -292,10 +292,7 @@ def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _build_other_kind(subject: Subject) -> Problem | None:
-    """Return the problem with another mask, and with a slightly different scale and soft cap if it has these.
-
-    None if nothing can be changed.
-    """
+    """Return the problem with another mask, scale and soft cap, if it has these; None if nothing can be changed."""
     case, problem = subject.case, subject.problem
     numbers = {
         o.name: number * _NEARBY_FACTOR
@@ -337,10 +334,7 @@ def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the forward-mode derivative along a random direction by the exact gradients.
-
-    A kernel with a custom VJP has no forward mode, which is reported as unsupported.
-    """
+    """Check forward mode in a random direction; kernels with a custom VJP lack it and are reported as unsupported."""
     subject, problem = pair.subject, pair.problems[0]
     gradients = subject.implementation.gradients
     names = [

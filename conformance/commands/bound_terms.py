@@ -35,11 +35,7 @@ _TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no 
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
-    """Describe the error of each result at its worst element, and the terms of the bound there.
-
-    Raises:
-      CannotJudge: if the implementation cannot run here, or does not support the case.
-    """
+    """Describe each result's worst error and its bound's terms. Raises `CannotJudge` if the case cannot run here."""
     subject = Subject(create_executor(implementation), case, tolerances)
     if (absent := implementation.accelerator.absent) is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {absent}")

@@ -70,11 +70,7 @@ class RunProgress(_Display):
     """Progress bar of a run with a known number of jobs."""
 
     def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
-        """Show the progress of `total` jobs.
-
-        Args:
-          before: for a continued run, the records of each job that was judged before.
-        """
+        """Show the progress of `total` jobs. `before` has the records of each job that a continued run has judged."""
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -117,11 +113,7 @@ class ExplorationProgress(_Display):
         super().__init__(console, self._status)
 
     def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
-        """Count one more judged case, which has these records.
-
-        Args:
-          shrinking: whether the case is a smaller variant of a wrong case.
-        """
+        """Count one more judged case with its records; `shrinking` marks a smaller variant of a wrong case."""
         if shrinking:
             self._smaller += 1
         else:

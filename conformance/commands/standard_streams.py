@@ -59,13 +59,10 @@ class _GuardedStream:
 
 
 def open_closed_streams() -> None:
-    """Open stdin, stdout and stderr if they are closed.
+    """Open stdin, stdout and stderr if they are closed. Raises `OSError` if the process cannot open any file.
 
-    Otherwise the next opened files would get the descriptors 0, 1 and 2. Text for the streams would then be written to
-    those files, for example to a file of records or the socket of the fork server.
-
-    Raises:
-      OSError: if the process cannot open any file.
+    The next opened files would otherwise get the descriptors 0, 1 and 2. Text for the streams would then be written to
+    a file of records, for example, or to the socket of the fork server.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(opened, True)

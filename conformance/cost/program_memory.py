@@ -44,23 +44,16 @@ _VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def measure_program_memory(program: str) -> dict[str, float]:
-    """Measure `live_bytes` and `vmem_bytes` of a compiled program; a number that its text does not contain is missing.
-
-    Args:
-      program: HLO text of the compiled program.
-    """
+    """Measure `live_bytes` and `vmem_bytes` by a compiled program's HLO text, except numbers that the text lacks."""
     sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
     return {name: float(size) for name, size in sizes.items() if size is not None}
 
 
 def measure_vmem_bytes(program: str) -> int | None:
-    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
+    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel, in bytes.
 
-    The largest kernel counts, since the kernels of a program run one after the other. VMEM that XLA itself uses, for
-    example for small operands, does not count.
-
-    Returns:
-      the bytes; None if the program has no Pallas kernel, or its text does not contain their sizes.
+    The largest kernel counts, since the kernels of a program run one after the other. VMEM of XLA itself does not
+    count. Return None if the program has no Pallas kernel, or its text does not contain their sizes.
     """
     kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
     used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
@@ -82,11 +75,7 @@ class _Instruction:
 
 
 def measure_live_bytes(program: str) -> int | None:
-    """Measure the largest number of bytes of intermediate values that are live at once.
-
-    Returns:
-      the bytes; None if the instructions in the text are not in scheduled order.
-    """
+    """Measure the most bytes of intermediate values live at once; None if instructions are not in scheduled order."""
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         return None
     schedule = list(_iter_instructions(program))

@@ -82,17 +82,11 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """Run a task: call `function`, a top-level function, with this executor and the other arguments.
-
-        The task returns arrays, numbers, text, or containers of these.
-        """
+        """Call a top-level `function` with this executor; it returns arrays, numbers, text, or containers of these."""
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start a task early, if tasks run in another process; a later `run` with equal arguments gets the result.
-
-        In this class, tasks run in the same process and nothing is done.
-        """
+        """Start a task early, for a later `run` with equal arguments, if tasks run in another process; here a no-op."""
 
     def settle(self) -> None:
         """Wait for tasks that were started by `begin`, if tasks run in another process; else do nothing."""
@@ -126,10 +120,7 @@ class Executor:
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return an executor of the same call with the declarations of `implementation`.
-
-        Both executors share their compiled functions.
-        """
+        """Return an executor with the declarations of `implementation` but the same call and compiled functions."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
@@ -164,10 +155,7 @@ class Executor:
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that a sandboxed kernel read for the first time since the last call of this method.
-
-        Each file comes with its digest.
-        """
+        """Return the digests, by file, of files that a sandboxed kernel first read since this method's last call."""
         return {}
 
     @property
@@ -180,10 +168,7 @@ class Executor:
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """Return the results of all offered forward calls, from one compiled program.
-
-        One program compiles faster than a program for each call.
-        """
+        """Return the results of all offered forward calls, from one program, which compiles faster than several."""
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
@@ -204,10 +189,7 @@ class Executor:
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> tuple[Result, Result]:
-        """Return the results of `forward` and of `gradients`, from one compiled program.
-
-        It compiles in about the time of the gradients alone.
-        """
+        """Return what `forward` and `gradients` return, from one program that compiles about as fast as `gradients`."""
         forward, gradients = self.run(_run_forward_and_gradients, problem, cotangent.out)
         return Result(forward), Result(gradients)
 

@@ -174,10 +174,7 @@ def _refuse_call(*operands: Any, **options: Any) -> Any:
 
 
 def _list_entry_points() -> list[importlib.metadata.EntryPoint]:
-    """List the entry points of implementations by name.
-
-    A name with a colon is skipped: it would be taken for an attribute of a module or file.
-    """
+    """List the entry points of implementations by name, except names with a colon, which would mean an attribute."""
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted((point for point in found if ":" not in point.name), key=lambda point: point.name)
 

@@ -54,14 +54,9 @@ def find_trusted_folders() -> tuple[str, ...]:
 
 
 def find_package(folder: str, place: str) -> tuple[Package | None, str]:
-    """Find the package of an installed file, and the SHA-256 of the file in the package's list of files.
+    """Find the package, or None, that lists an installed file; also return the SHA-256 that is listed, or "" if none.
 
-    Args:
-      folder: one of `find_package_folders`.
-      place: the path of the file below that folder, with slashes.
-
-    Returns:
-      The package, or None if no package lists the file. Then the hash as it is listed, or "" if none is listed.
+    `folder` is one of `find_package_folders`, and `place` is the path of the file below `folder`, with slashes.
     """
     return _load_file_lists(folder, place.partition("/")[0]).get(place, (None, ""))
 

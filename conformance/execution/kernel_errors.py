@@ -115,10 +115,7 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from a text that `describe_kernel_error` returned.
-
-    None if the text has no place, or if the line of the file has changed since.
-    """
+    """Parse the place from a text of `describe_kernel_error`; None if it has none or the file's line has changed."""
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
@@ -131,10 +128,7 @@ def parse_place(words: str) -> Place | None:
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """Return the first line of an exception's message, or `otherwise` if it is empty.
-
-    If the exception's `__str__` raises, as a user's may, the text says that there is no message.
-    """
+    """Return the first line of an exception's message; `otherwise` if it is empty, fixed text if `__str__` raises."""
     try:
         text = str(error)
     except BaseException as failed:  # the user's `__str__` may raise anything, and must not end the judge

@@ -115,10 +115,7 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
 
 
 def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> str | None:
-    """Return which sequence of a stored case has no queries or no keys; None if all have both.
-
-    Unused entries of tables are such sequences for a function without `num_seqs`.
-    """
+    """Return which stored sequence has no queries or keys, or None. Without `num_seqs`, unused table entries count."""
     for what, lengths in (("queries", case.q_lengths), ("keys", case.kv_lengths)):
         if 0 in lengths:
             return f"empty_sequences: a sequence has no {what}, and the function declares that all have some"
@@ -131,10 +128,7 @@ def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> s
 def build_lowering(
     parameters: Collection[str], form: str
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]:
-    """Build `Implementation.lower_mask`, which turns a mask into arguments of a function with these parameters.
-
-    A causal mask becomes `causal=True` if the function has that parameter, else the window `(None, 0)`.
-    """
+    """Build `Implementation.lower_mask`. A causal mask becomes `causal=True` if accepted, or the window `(None, 0)`."""
 
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int

@@ -42,10 +42,7 @@ def describe_source(name: str) -> tuple[str, str]:
 
 
 def _find_imported_files(file: Path) -> list[Path]:
-    """Return a file and all files of its folder on which it depends, directly or through others.
-
-    A file depends on the modules that it imports, and on files whose paths are in its strings.
-    """
+    """Return a file and, recursively, the files of its folder that it imports or names by path in its strings."""
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:

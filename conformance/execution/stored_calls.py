@@ -73,10 +73,7 @@ def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """Return the implementation with each of its calls wrapped to take dense operands.
-
-    An implementation that takes dense operands already is returned as it is.
-    """
+    """Return the implementation with each call wrapped to take dense operands; unchanged if it takes these already."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     lower = functools.partial(
@@ -117,10 +114,7 @@ def _lower_accelerator(
 
 @dataclasses.dataclass(frozen=True)
 class LatentCall:
-    """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
-
-    The gradient of the latent is returned as that of k. The gradient of v is zero.
-    """
+    """A call with one latent, wrapped to take dense q, k and v; k gets the latent's gradient, and v gets zeros."""
 
     call: Callable[..., Any]
     form: StorageForm
@@ -276,11 +270,7 @@ class StoredCall:
     def write(
         self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
-
-        Raises:
-          WrongReturn: if the call does not return these.
-        """
+        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
         *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
@@ -324,10 +314,7 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """Cast the number in unwritten memory to a dtype.
-
-    A quantised dtype may lack NaN or infinity; then the result is its largest number.
-    """
+    """Cast the number in unwritten memory to a dtype, or to its largest number if the dtype lacks NaN or infinity."""
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -343,10 +330,7 @@ def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables for a call that does not take `num_seqs`.
-
-    Entries past the last sequence are changed to describe sequences without queries and keys.
-    """
+    """Return tables for a call without `num_seqs`: entries past the last sequence become sequences without tokens."""
     count = jnp.asarray(tables["num_seqs"])[0]
     closed = {}
     for name, x in tables.items():

@@ -34,11 +34,7 @@ def build_workload_implementation(
 ) -> Implementation:
     """Build an implementation from a function that takes the operands of a named problem.
 
-    Args:
-      found: the function, possibly decorated with `conformance.declare`.
-
-    Raises:
-      NotAnAttentionFunction: if `found` is not a function.
+    `found` may be decorated with `conformance.declare`. Raises `NotAnAttentionFunction` if `found` is not a function.
     """
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
@@ -153,10 +149,7 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Adapt paged decoding, where each row of the tables is a sequence of one query.
-
-    Rows past the last sequence get one key, since the benchmark has no empty sequences.
-    """
+    """Adapt paged decoding of one query a sequence. Unused table rows get a key, since no sequence may be empty."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any

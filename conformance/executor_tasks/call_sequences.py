@@ -82,13 +82,10 @@ def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Prob
 
 
 def run_on_numpy_views(executor: Executor, problem: Problem, layout: Layout) -> tuple[str, np.ndarray | None]:
-    """Call outside `jit` on non-contiguous NumPy arrays.
+    """Call outside `jit` on non-contiguous NumPy arrays; return why they are refused, or "", and `out`, or None.
 
-    The arrays are every second number of others (`strided`), or have their second and third axis exchanged in memory,
-    as where heads come before the sequence (`transposed`).
-
-    Returns:
-      The reason why such arrays are refused, or "". Then `out`; None if they are refused.
+    `strided` arrays are every second number of others. `transposed` arrays have their second and third axis exchanged
+    in memory, as where heads come before the sequence.
     """
     plain, arrays = executor.bind(problem)
 

@@ -23,10 +23,7 @@ def run_programs(
 ) -> list[InterpreterRun]:
     """Run programs with one seed of the interpreter, in order, and end after a program that the interpreter stops.
 
-    Args:
-      seed: determines the order in which the program instances of the kernel's grid run.
-      programs: the programs to run: the call without residuals, the call with residuals, or the gradients of one.
-      cotangents: the cotangent for each program that computes gradients.
+    `seed` determines the order in which the program instances of the kernel's grid run.
 
     Returns:
       For each program: its name, its results, the observed races, the message of the error that stopped it, or "", and

@@ -115,10 +115,7 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
-    """Return the compiled entry points of a stored call in its own convention, and the shapes of its operands.
-
-    So the programs contain no conversion from dense operands to stored ones or back.
-    """
+    """Return a stored call's entry points, without conversions of dense operands, and the shapes of its operands."""
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     _, arrays = executor.arguments(problem)

@@ -27,11 +27,9 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return `k_pages` and `v_pages` as one call returns them.
+    """Return `k_pages` and `v_pages` `[pages, page_size, K, .]` as one call returns them.
 
-    Args:
-      tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
-      before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
+    `tokens` has `k` and `v` `[total_q, K, .]`, packed like the queries. `before` has the pages before the call.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))

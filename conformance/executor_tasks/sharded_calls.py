@@ -31,11 +31,7 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """Run the call under `shard_map`, with one axis sharded over the devices.
-
-    Returns:
-      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
-    """
+    """Run the call under `shard_map`, with one axis sharded; return `out`, and gradients for a cotangent `do`."""
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -52,13 +48,7 @@ def run_on_second_device(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Run the call with batch rows sharded over a mesh of explicit axes, without `shard_map`.
-
-    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
-
-    Returns:
-      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
-    """
+    """Run the call with batch rows sharded over explicit mesh axes; return `out`, and gradients if `do` is given."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 
@@ -92,10 +82,7 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """Return the `PartitionSpec` of each operand if devices share the axes named in `letters`, such as `"NK"`.
-
-    Operands without such an axis are replicated.
-    """
+    """Return the `PartitionSpec` of each operand: sharded on axes in `letters`, such as `"NK"`, else replicated."""
 
     def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]

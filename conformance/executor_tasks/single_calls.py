@@ -25,10 +25,7 @@ _THREAD_SECONDS = 5.0
 
 
 def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> None:
-    """Make the call outside `jit`, and with `gradients` differentiate it.
-
-    Nothing is returned: the caller wants to know whether the call raises an exception.
-    """
+    """Make the call outside `jit`, and with `gradients` differentiate it, only to see whether it raises."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jnp.asarray, arrays)
     if gradients:
@@ -39,10 +36,7 @@ def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> Non
 
 
 def trace_call(executor: Executor, problem: Problem) -> None:
-    """Trace the call without compiling or running it.
-
-    Nothing is returned: the caller wants to know whether tracing raises an exception.
-    """
+    """Trace the call without compiling or running it, only to see whether it raises."""
     plain, arrays = executor.bind(problem)
     jax.eval_shape(plain, arrays)
 
@@ -59,10 +53,7 @@ def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
 
 
 def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-    """Return `out` of the compiled call without residuals, with some arguments replaced by `given`.
-
-    Arrays `[]` in `given` become tracers. Other numbers are static.
-    """
+    """Return the call's compiled `out` with arguments replaced by `given`: arrays `[]` are traced, numbers static."""
     statics, arrays = executor.arguments(problem)
     traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
     static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
@@ -72,10 +63,7 @@ def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str,
 
 
 def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -> np.ndarray:
-    """Return `out` of the call with exactly these arguments, outside `jit`.
-
-    If `traced` names an argument, the call is made in a `jit` of this argument only, so that it is a tracer.
-    """
+    """Return `out` of the call with exactly these arguments outside `jit`, or in a `jit` of the argument `traced`."""
     call = executor.implementation.call
     if not traced:
         return np.asarray(call(**arguments))
@@ -90,12 +78,7 @@ def has_parameter(executor: Executor, keyword: str) -> bool:
 
 
 def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
-    """Return how the mask reaches the call.
-
-    Returns:
-      `causal`: whether the call gets `causal=True`. `window`: its pair `(left, right)`, or None. `mask`: whether it
-      gets an array.
-    """
+    """Return by name whether the call gets `causal=True` and a `mask` array, and its `window` (a pair) or None."""
     statics, arrays = executor.arguments(problem)
     window = statics.get("window")
     return {
@@ -122,10 +105,7 @@ def compute_second_derivative(executor: Executor, problem: Problem) -> np.ndarra
 
 
 def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) -> int | None:
-    """Return the bytes of temporary memory that the compiled call takes; None if the compiler does not say.
-
-    With `gradients`, the program includes the backward pass.
-    """
+    """Return the compiled call's temporary bytes, with the backward pass if `gradients` is set; None if unknown."""
     plain, arrays = executor.bind(problem)
     out = jax.eval_shape(plain, arrays)
     operands = (arrays, out) if gradients else (arrays,)

@@ -62,10 +62,7 @@ def run_vmap_over(
 
 
 def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Return the stacked `out` of the call under two nested `vmap`s over the operands `names`.
-
-    The results are those of the problems in their order, then in reverse order.
-    """
+    """Return `out` under two nested `vmap`s over `names`, stacked for the problems in order and in reverse order."""
     plain, shared = executor.bind(problems[0])
     stacked = _stack_operands(executor, problems)
     axes = {name: 0 if name in names else None for name in shared}
@@ -155,10 +152,7 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
 def run_shared_gradients(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
 ) -> Values:
-    """Return the gradients of the call under `vmap` over the operands `names`, for stacked cotangents.
-
-    The gradients of shared operands are sums over the mapped axis.
-    """
+    """Return gradients under `vmap` over `names` for stacked cotangents; gradients of shared operands are summed."""
     plain, shared = executor.bind(problems[0])
     axes = {name: 0 if name in names else None for name in shared}
     stacked = _stack_operands(executor, problems)
@@ -169,8 +163,7 @@ def run_shared_gradients(
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
     """Return the first problem's gradients outside `jit`, from the second call of its pullback.
 
-    Earlier calls get the other cotangent, `dos[1]`: a call of the other problem's pullback, then the first call of this
-    one.
+    The earlier calls, of the other problem's pullback and then of this one, get the other cotangent, `dos[1]`.
     """
     for problem in reversed(problems):
         plain, host_arrays = executor.bind(problem)
@@ -213,11 +206,7 @@ def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: 
 def run_forward_mode(
     executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
 ) -> tuple[str, np.ndarray | None]:
-    """Run the call in forward mode, with tangents of operands by name.
-
-    Returns:
-      The reason why there is no forward mode, or "". Then the tangent of `out`, or None.
-    """
+    """Run the call in forward mode; return why it has no such mode, or "", and the tangent of `out`, or None."""
     plain, arrays = executor.bind(problem)
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}

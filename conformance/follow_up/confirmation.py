@@ -175,10 +175,7 @@ def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementati
 
 
 def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """Return `to` with the named fields of `source`; None if no such case is supported.
-
-    If the case is not supported, further fields are copied (`_COMPANION_FIELDS`) until it is.
-    """
+    """Return `to` with `fields` of `source`, and `_COMPANION_FIELDS` if needed; None if no such case is supported."""
     names = dict.fromkeys(fields)
     for more in ((), *_COMPANION_FIELDS):
         names |= dict.fromkeys(more)
@@ -209,14 +206,9 @@ def confirm_findings(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Judge cases that confirm or refute the findings so far, and record them as probes.
+    """Judge cases that confirm or refute the findings so far, and record them in the journal as probes.
 
-    Probes count neither as passes nor as failures.
-
-    Args:
-      journal: the journal of the run, which has its records and gets the probes.
-      allowed: judges the cases, and cuts off a case that uses up its time.
-      seconds: time after which no further case is started.
+    Probes count neither as passes nor as failures. `allowed` cuts off long cases; no case starts after `seconds`.
     """
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)

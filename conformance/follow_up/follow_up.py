@@ -45,11 +45,8 @@ def follow_up(
 ) -> None:
     """Confirm findings and compare failing kernels with planted bugs, and print how long both took.
 
-    A run without red records, or one that a signal stopped, is not followed up.
-
-    Args:
-      runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
-      spent: the seconds that the run took so far.
+    A run without red records, or one that a signal stopped, is not followed up. The run took `spent` seconds so far.
+    `runner` need not judge failures again, since its records are evidence only.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return

@@ -32,12 +32,7 @@ class ProbeBudget:
     """Judge probes until the seconds are used up."""
 
     def __init__(self, runner: Runner, seconds: float, known: Iterable[Record] = ()) -> None:
-        """Create a budget.
-
-        Args:
-          seconds: the time for all probes, counted from now.
-          known: records of the run, from which the times of probes are estimated.
-        """
+        """Create a budget of `seconds` from now for all probes, whose times are estimated from the records `known`."""
         self._runner, self.seconds = runner, seconds
         self._until = time.monotonic() + seconds
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -104,10 +99,7 @@ def _estimate_work(case: Case) -> int:
 
 
 class DeadlineExceeded(ProcessLost):
-    """Raised if a block exceeds its time limit.
-
-    As a `ProcessLost`, it makes code that waits for a kernel's process end this process.
-    """
+    """Raised if a block exceeds its limit. As a `ProcessLost`, it makes code that awaits a kernel end its process."""
 
 
 @contextlib.contextmanager

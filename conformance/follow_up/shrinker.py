@@ -163,10 +163,7 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Yield smaller values of two fields: first the same size for both, then a smaller size for one of them.
-
-    Sizes are powers of two, or powers of two plus one.
-    """
+    """Yield smaller sizes of two fields, `2**n` or `2**n + 1`: first equal for both fields, then for one alone."""
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:
         if size <= max(first, second) and (size, size) != (first, second):
@@ -181,10 +178,7 @@ def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterat
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
-
-    The records of the shrunk cases are added to the journal as probes, which are not counted.
-    """
+    """Shrink the first findings' smallest failing cases, record them as uncounted probes, and yield report lines."""
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(

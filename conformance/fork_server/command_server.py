@@ -59,12 +59,7 @@ def listen() -> socket.socket:
 
 
 def share_with_commands(listening: socket.socket, folder: TemporaryFolder) -> NoReturn:
-    """Let commands use this process's fork server, until an exception.
-
-    Args:
-      listening: the socket that `listen` returned.
-      folder: the folder in which commands keep data for later ones.
-    """
+    """Let commands use this fork server by the socket `listening`, and keep data in `folder`, until an exception."""
     end, _ = os.pipe()  # only this process has the other end, so the system closes it when this process ends
     while True:
         with contextlib.suppress(OSError, ValueError), listening.accept()[0] as client:

@@ -53,10 +53,7 @@ class ProcessSpec:
 
 
 class ForkedProcess:
-    """A process that the fork server has forked for this one.
-
-    It leads a session of its own, so Ctrl-C in a terminal does not reach it.
-    """
+    """A process of the fork server, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
 
     def __init__(
         self,
@@ -103,11 +100,7 @@ class ForkedProcess:
         return int(INT32.unpack_from(self._received)[0]) if len(self._received) >= INT32.size else 0
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until the process has ended and return its exit code. A signal's number is returned as negative.
-
-        Returns:
-          The exit code, or None if the process has not ended in time.
-        """
+        """Wait until the process has ended; return its exit code (a signal's is negative), or None after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while len(self._received) < 2 * INT32.size:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -128,11 +121,7 @@ class ForkedProcess:
         self._connection.close()
 
     def _receive(self, seconds: float | None) -> bool | None:
-        """Receive the next part of a message about the process.
-
-        Returns:
-          True if something was received, False at the end of the connection, None if `seconds` have passed.
-        """
+        """Receive a part of a message: return True, or False at the connection's end, or None after `seconds`."""
         if not connection.wait([self._connection], seconds):
             return None
         try:
@@ -197,12 +186,7 @@ def read_import_environment() -> dict[str, str]:
 
 
 def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> None:
-    """Use the fork server of another process from now on.
-
-    Args:
-      requests: a file descriptor of the socket for requests.
-      import_environment: the environment variables that the server's imports have read.
-    """
+    """Use another process's fork server, given its socket's descriptor and the environment that its imports read."""
     global _server
     _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 

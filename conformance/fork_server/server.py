@@ -37,11 +37,8 @@ _TERMINATION_SECONDS = 10.0  # time from SIGTERM to SIGKILL for a released proce
 def serve(requests: int, preloaded: Sequence[str] = ()) -> None:
     """Serve requests until all clients have disconnected and all processes have ended.
 
-    A forked process returns here too, after it has run the function of its specification.
-
-    Args:
-      requests: the file descriptor of the socket from which requests are received.
-      preloaded: modules to load besides those of a worker.
+    A forked process returns here too, after it has run the function of its specification. `requests` is the file
+    descriptor of a socket, and `preloaded` names modules to load besides those of a worker.
     """
     preloaded = tuple(preloaded)
     del sys.argv[1:]
@@ -150,10 +147,7 @@ class _ForkServer:
     def _set_up_child(
         self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
     ) -> Callable[[], None]:
-        """Prepare a forked process, and return the function that it has to run.
-
-        No file descriptor of the server or of other processes stays open in it.
-        """
+        """Prepare a forked process without descriptors of the server or other processes; return the function to run."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -192,10 +186,7 @@ class _ForkServer:
 
 
 def _renumber(fd: int) -> int:
-    """Duplicate a descriptor to the lowest free number, and close the original.
-
-    The original number depends on how many processes the server has. A kernel must not learn that.
-    """
+    """Move a descriptor to the lowest free number, which hides from kernels how many processes the server has."""
     lowest = os.dup(fd)
     os.close(fd)
     return lowest

@@ -25,11 +25,7 @@ _ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
 
 
 def share_server() -> str:
-    """Offer this process's fork server to its children, until this process ends.
-
-    Returns:
-      The address for `join_server`; empty if there is no server, or if the system cannot identify the peer of a socket.
-    """
+    """Offer this process's fork server to its children; return the address for `join_server`, empty if impossible."""
     if not (forked_process.has_server() and _IS_LINUX):
         return ""
     address = f"conformance-fork-server-{secrets.token_hex(16)}"

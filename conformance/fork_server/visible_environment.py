@@ -22,10 +22,6 @@ _VARIABLE_PREFIXES = tuple(_VARIABLE_PREFIXES_TEXT.split())
 
 
 def filter_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that a kernel's process may read.
-
-    Args:
-      more: names of variables to keep besides the allow-list.
-    """
+    """Return the variables that a kernel's process may read: those of the allow-list, and `more`."""
     names = {*_VARIABLES, *more}
     return {name: value for name, value in environment.items() if name in names or name.startswith(_VARIABLE_PREFIXES)}

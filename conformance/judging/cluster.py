@@ -46,14 +46,10 @@ class Cluster:
 
 
 def connect(address: str, conditions: Conditions) -> Cluster:
-    """Connect to a cluster, and compare its workers with this process.
+    """Connect to a cluster, and compare its workers with this process by `conditions`.
 
-    Args:
-      address: the address of the scheduler, such as `tcp://host:8786`, or the path of its scheduler file.
-      conditions: what workers must have in common with this process.
-
-    Raises:
-      ClusterError: if the cluster cannot be reached, has no worker, or has a worker that cannot judge.
+    `address` is the scheduler's, such as `tcp://host:8786`, or the path of its scheduler file. Raises `ClusterError` if
+    the cluster cannot be reached, has no worker, or has a worker that cannot judge.
     """
     client = _open_client(address)
     try:

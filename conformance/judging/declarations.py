@@ -45,7 +45,7 @@ _OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration that might explain a failure."""
+    """A declaration, as code, that might explain a failure, and a copy of the implementation that makes it."""
 
     declaration: str
     implementation: Implementation

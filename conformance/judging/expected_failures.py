@@ -24,7 +24,7 @@ _MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names o
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """A suggested entry of the table of expected failures."""
+    """A suggested entry of the table of expected failures; `some` tells whether its query `case` matches passes too."""
 
     implementation: str
     case: str
@@ -78,10 +78,7 @@ def _escape_pattern(name: str) -> str:
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
-    """Suggest entries that together match all failures.
-
-    Checks and results of one implementation that fail on the same set of cases share an entry.
-    """
+    """Suggest entries that match all failures; checks and results that fail in the same cases share an entry."""
     failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
     for record in failed:
@@ -106,10 +103,7 @@ def _build_entry(
     observable: Sequence[str],
     query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases, given the checks and patterns of observables that fail on them.
-
-    `query` is its pattern if it matches all of them.
-    """
+    """Build the entry for a set of failing cases, given checks and observables; `query`, if any, matches all cases."""
     matching = [
         record
         for record in records
@@ -131,10 +125,7 @@ def _build_entry(
 
 
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
-    """Find the query that matches all of `failing` and as few as possible of `held`.
-
-    If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
-    """
+    """Find a query that matches all of `failing` and as few of `held` as possible; prefer the shortest query."""
     if len(failing) == 1 and held:
         (only,) = failing
         query = _find_best_query(failing, held)

@@ -105,10 +105,7 @@ class Journal:
             self.add_job(number, found)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
-        """Write the records of a finished job. Raises `JournalWriteError`.
-
-        A job that is judged twice keeps the records of both times.
-        """
+        """Write the records of a finished job; earlier records of the job stay. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
             self._append_to_files(serialize_job(number, found))

@@ -43,10 +43,7 @@ _imported_sources: dict[str, tuple[str, str]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job in a form that can be pickled: by the names of its parts.
-
-    `exploring` says that it is of an exploration, whose failures are all judged a second time.
-    """
+    """A job with its parts by name, so it can be pickled; all failures of an `exploring` job are judged again."""
 
     implementation: str
     kernels: KernelOptions

@@ -63,12 +63,7 @@ class Rejudger:
     """Judge the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = ENOUGH_CONFIRMED) -> None:
-        """Create a rejudger.
-
-        Args:
-          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
-            again; 0 to judge no failure again.
-        """
+        """Create a rejudger that skips a result in a check after `confirmed` confirmed failures; 0 skips all."""
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -83,8 +78,7 @@ class Rejudger:
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
         """Judge the failures and errors of a check again, and return the judgements that count.
 
-        Args:
-          first: the judgements of the check under the flags that make compiling cheap.
+        `first` has the judgements of the check under the flags that make compiling cheap.
         """
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
@@ -189,10 +183,7 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements, each with a key: its observable, and the number of earlier ones with this observable.
-
-    Consecutive calls in a check give their results the same name.
-    """
+    """Yield judgements keyed by observable and occurrence, since calls in a check give results the same name."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement

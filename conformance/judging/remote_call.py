@@ -71,11 +71,7 @@ def pack_call(function: Callable[[Any], Any], argument: Any) -> bytes:
 
 
 def call_remotely(packed: bytes, conditions: Conditions) -> Any:
-    """Prepare this process, compare it with the sender's, and return what the packed function returns.
-
-    Raises:
-      WorkerMismatch: if this process may not judge for the run.
-    """
+    """Return what the packed function returns. Raises `WorkerMismatch` if this process may not judge for the run."""
     with _ONE_AT_A_TIME, _enter_folder(conditions.folder):
         _prepare(conditions)
         if _state.run != conditions.run:

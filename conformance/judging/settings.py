@@ -135,10 +135,7 @@ class Settings:
         return record
 
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
-        """Return a red record for each expected failure that did not occur in a whole run.
-
-        Entries of an implementation that could not be judged at all, for example without its library, are skipped.
-        """
+        """Return a red record for each expected failure of a judged kernel that did not occur in a whole run."""
         judged = {
             record.implementation: record.platform
             for record in records_found
@@ -203,11 +200,7 @@ def _parse_table(table: Any, file: Path) -> Settings:
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns, relative to `folder`.
-
-    Raises:
-      ValueError: for a pattern that no file matches.
-    """
+    """Return the files in `folder` that match the patterns; raise `ValueError` for a pattern that no file matches."""
     found: list[Path] = []
     for pattern in patterns:
         _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")

@@ -219,12 +219,7 @@ class _WorkerWatch:
         self._last_seen = {name: time.monotonic() for name in groups}
 
     def raise_if_deserted(self, busy: Iterable[str], *, is_moving: bool) -> None:
-        """Raise `ExecutorFailed` if a busy group has had no worker for a while.
-
-        Args:
-          busy: names of the groups that have tasks in flight.
-          is_moving: whether a task has just ended, so that there are workers.
-        """
+        """Raise `ExecutorFailed` if a `busy` group has had no worker for a while, unless a task just ended."""
         now = time.monotonic()
         for name in busy:
             if is_moving or self._groups[name].count_workers():

@@ -142,10 +142,7 @@ def _send_task(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
 
 
 def _end_worker(worker: _Worker[Task], deadline: float) -> None:
-    """Wait until the deadline for a worker's process to end, then kill it.
-
-    The worker has died, was signalled, or has no more tasks. Closing its pipe tells it to end.
-    """
+    """Wait until the deadline for a worker's process to end, which closing its pipe requests, then kill it."""
     worker.pipe.close()
     if worker.process.wait(max(0.0, deadline - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
@@ -155,10 +152,7 @@ def _end_worker(worker: _Worker[Task], deadline: float) -> None:
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:
-    """Run the tasks that arrive on a pipe, until it is closed or a signal ends this worker.
-
-    This is the main function of a worker process.
-    """
+    """Run tasks from a pipe as a worker process's main function, until the pipe is closed or a signal arrives."""
     packages.claim_names()
     sys.path[:] = path  # find the user's modules in the same folders as the judge's process
     with interrupts.record_signals():

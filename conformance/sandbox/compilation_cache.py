@@ -41,10 +41,7 @@ _SETTLE_SECONDS = 1.0  # a program that was written to more recently may be inco
 
 
 def find_cache_folder(name: str) -> Path | None:
-    """Return the cache folder for a kernel's programs.
-
-    None if caching is off, for implementations of this project, and for kernels whose source is unknown.
-    """
+    """Return the cache folder for a kernel's programs; None for our own or unknown source, or if caching is off."""
     folder = disk_cache.find_cache_folder()
     if folder is None or implementation_registry.is_builtin(name):
         return None
@@ -59,10 +56,7 @@ def find_cache_folder(name: str) -> Path | None:
 
 @functools.cache
 def _describe_machine() -> str:
-    """Describe the processor, for the name of a cache folder that different machines may share.
-
-    JAX's names of programs do not identify the processor.
-    """
+    """Describe the processor for the name of a shared cache folder: JAX's program names do not identify it."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -71,10 +65,7 @@ def _describe_machine() -> str:
 
 
 def link_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Link the programs that were stored before this run into the scratch folder of a kernel's process.
-
-    Without a cache folder the process gets an empty folder, and its programs are removed when it ends.
-    """
+    """Link programs stored before this run into a kernel's scratch folder, which is empty without a cache folder."""
     linked = Path(scratch, _FOLDER)
     linked.mkdir()
     if cache_folder is None:

@@ -104,9 +104,6 @@ def _is_function(hint: Any) -> bool:
 
 
 def evaluate_support(executor: Executor, case: Case) -> str | None:
-    """Return why the implementation's own function `supports_case` declines a case; None if the case is supported.
-
-    This runs in the kernel's process.
-    """
+    """Return, in the kernel's process, why its `supports_case` declines a case; None if it is supported."""
     supports_case = executor.implementation.supports_case
     return None if supports_case is None else supports_case(case)

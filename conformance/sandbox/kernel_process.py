@@ -66,7 +66,7 @@ _CACHE_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a kernel's process."""
+    """Limits of a kernel's process: seconds of a call, and bytes of memory and files, 0 bytes for no limit."""
 
     timeout: float = 300.0
     memory: int = 0
@@ -160,8 +160,7 @@ class KernelProcess:
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
         """Return another process of the same kernel, under the same XLA flags unless others are given.
 
-        The process reads no programs of earlier runs. To the kernel, all such processes look the same, except for
-        XLA's flags.
+        The process reads no programs of earlier runs. To the kernel, all such processes differ only by XLA's flags.
         """
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
@@ -170,10 +169,7 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Send the request of a call whose result `call` returns later, without waiting for the answer.
-
-        So the judge can compute the expected result while the kernel runs.
-        """
+        """Send a call's request without waiting, so that the judge computes meanwhile; `call` returns the result."""
         if not self._running:
             return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
@@ -371,11 +367,7 @@ class _RunningProcess:
             return _DEFAULT_PIPE_BYTES // 2
 
     def send(self, packed: bytes, limits: Limits, *, is_busy: bool = False) -> None:
-        """Send a request; `receive` returns its answer.
-
-        Args:
-          is_busy: whether the process still works on an earlier request.
-        """
+        """Send a request; `receive` returns its answer. `is_busy` means that the process still works on another one."""
         if not is_busy:
             self._read_output()
             self._output_parts.clear()  # this output belongs to earlier requests

@@ -64,11 +64,9 @@ class CallRequest:
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
     """Load the kernel that is requested and answer requests, until the judge closes the pipe of requests.
 
-    This process forks: the child runs the kernel, and the parent supervises the child.
-
-    Args:
-      status: the descriptor to which the supervisor writes the limit that was exceeded.
-      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+    This process forks: the child runs the kernel, and the parent supervises the child. The parent writes the limit that
+    was exceeded to the descriptor `status`. The kernel's processes together may hold `memory` bytes of memory and
+    files; zero means no limit.
     """
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()

@@ -106,10 +106,7 @@ class Ruleset:
             os.close(opened)
 
     def enter(self) -> None:
-        """Restrict this thread, and the threads and processes that it starts.
-
-        `PR_SET_NO_NEW_PRIVS` must be set. Raises `OSError` if the system refuses.
-        """
+        """Restrict this thread and what it starts; `PR_SET_NO_NEW_PRIVS` must be set. Raises `OSError` if refused."""
         if self._libc.syscall(_RESTRICT_SELF, self._descriptor, 0):
             raise _last_error()
 

@@ -34,11 +34,7 @@ class LoadedFiles:
     """The files that one kernel has read, with digests: those until it was first loaded, and those read later."""
 
     def __init__(self, kernel: str, files_at_load: Mapping[str, str] | None = None) -> None:
-        """Start a record.
-
-        Args:
-          files_at_load: the files that the kernel read until it was loaded, if another process has recorded them.
-        """
+        """Start a record, with the files that another process has recorded until the kernel was loaded, if any."""
         self._folder = _find_folder(kernel)
         self._at_load = files_at_load
         self._known = dict(files_at_load or {})
@@ -58,9 +54,7 @@ class LoadedFiles:
     def record_reported(self, answer: Any) -> None:
         """Hash and record the files that an answer of a kernel's process reports.
 
-        Raises:
-          FileChanged: if a reported file has changed since it was first recorded.
-          ValueError: if the report is not a list of paths.
+        Raises `FileChanged` if a file has changed since it was recorded, `ValueError` if `answer` is no list of paths.
         """
         report = answer.get("files", {}) if isinstance(answer, dict) else {}
         if not isinstance(report, dict):
@@ -107,11 +101,7 @@ class LoadedFiles:
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence for each file that was recorded with different digests, or that has changed since.
-
-    Args:
-      files: pairs of a name and a recorded digest. A name may occur several times.
-    """
+    """Return a sentence for each file whose recorded digests (pairs of name and digest) differ, or that has changed."""
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, digest in files:

@@ -80,20 +80,12 @@ def unpack_request(request: bytes) -> Any:
 
 
 def max_array_bytes(*operands: Any) -> int:
-    """Return the most bytes of arrays that the answer to a request may have.
-
-    Args:
-      *operands: the arguments of the request: problems, mappings and sequences that contain arrays.
-    """
+    """Return the most bytes of arrays in the answer to a request with these problems, mappings and sequences."""
     return _COPIES * 8 * _count_elements(operands) * max(1, _count_problems(operands)) + _SLACK
 
 
 def pack_answer(value: Any) -> bytes:
-    """Serialize None, booleans, numbers, strings, arrays, and lists, tuples and dicts of these.
-
-    Raises:
-      UnsupportedResult: for anything else.
-    """
+    """Serialize None, booleans, numbers, strings, arrays, lists, tuples and dicts. Raises `UnsupportedResult`."""
     arrays: list[bytes] = []
     text = json.dumps(_encode(value, arrays)).encode()
     rest = b"".join(arrays)
@@ -101,14 +93,7 @@ def pack_answer(value: Any) -> bytes:
 
 
 def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
-    """Return the number of bytes of an answer's JSON, and of its arrays.
-
-    Args:
-      head: the first 16 bytes of the answer.
-
-    Raises:
-      UnreadableAnswer: if a length exceeds its limit.
-    """
+    """Read the byte counts of JSON and arrays from an answer's first 16 bytes; raise `UnreadableAnswer` if too big."""
     text, rest = LENGTHS.unpack(head)
     if text > MAX_JSON_BYTES:
         raise UnreadableAnswer(f"an answer with {text:,} bytes of JSON; at most {MAX_JSON_BYTES:,} are read")
@@ -118,11 +103,7 @@ def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
 
 
 def parse_answer(text: bytes, rest: bytes) -> Any:
-    """Deserialize an answer from its JSON and the bytes of its arrays.
-
-    Raises:
-      UnreadableAnswer: for data that `pack_answer` would not have written.
-    """
+    """Deserialize an answer from its JSON and its arrays' bytes. Raises `UnreadableAnswer` for invalid data."""
     if len(text) > MAX_JSON_BYTES:
         raise UnreadableAnswer(f"an answer with {len(text):,} bytes of JSON")
     try:

@@ -36,8 +36,7 @@ class OverLimit(Exception):
 def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
     """Return the process ids of the children of a process, oldest first; empty if the system does not list them.
 
-    Args:
-      of_all_threads: whether to include children that were started by threads other than the main one.
+    `of_all_threads` includes children that were started by threads other than the main one.
     """
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
@@ -48,11 +47,7 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
 
 
 def list_descendants(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return the process ids of all descendants of a process.
-
-    Raises:
-      OverLimit: if there are more than `MAX_PROCESSES`.
-    """
+    """Return the ids of all descendants of a process. Raises `OverLimit` beyond `MAX_PROCESSES`."""
     found: list[int] = []
     waiting = [process]
     while waiting:
@@ -72,12 +67,7 @@ class UsageMonitor:
     """
 
     def __init__(self, process: int, scratch: str, memory: int) -> None:
-        """Prepare to check.
-
-        Args:
-          process: the id of the supervisor's process, whose descendants are checked.
-          memory: the most bytes of memory and files that all descendants may hold together; zero for no limit.
-        """
+        """Prepare to limit memory and files of the supervisor's descendants to `memory` bytes; zero for no limit."""
         self._process, self._scratch, self._memory = process, scratch, memory
         # The descendants in the last thorough check, including those that other threads than the main one started.
         self._descendants: list[int] = []
@@ -85,11 +75,7 @@ class UsageMonitor:
         self._checks = 0
 
     def check(self) -> None:
-        """Measure the usage, quickly or thoroughly, and compare it with the limits.
-
-        Raises:
-          OverLimit: if the processes hold too much.
-        """
+        """Measure the usage, quickly or thoroughly. Raises `OverLimit` if the processes hold too much."""
         self._checks += 1
         is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._has_any_run()
         processes = list_descendants(self._process, of_all_threads=is_due)
@@ -152,10 +138,7 @@ def _read_processor_time(process: int) -> bytes:
 
 
 def _measure_proportional(process: int) -> int:
-    """Return the proportional set size of a process in bytes, without shared memory (`Pss_Shmem`).
-
-    A page that several processes map counts in equal parts for each of them.
-    """
+    """Return a process's proportional set size in bytes (its share of mapped pages), without `Pss_Shmem`."""
     try:
         fields = dict(
             line.split()[:2]
@@ -168,11 +151,7 @@ def _measure_proportional(process: int) -> int:
 
 
 def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
-    """Return the sizes in bytes of open files without a name (memfd, removed files), by device and inode.
-
-    Raises:
-      OverLimit: if the process hides its files from the supervisor.
-    """
+    """Return bytes of open unnamed files (memfd, removed) by device and inode; raise `OverLimit` if they are hidden."""
     found = {}
     folder = f"/proc/{process}/fd"
     try:
@@ -208,11 +187,7 @@ def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]
 
 
 def _measure_folder(folder: str) -> int:
-    """Return the bytes that a folder's files take on disk or in memory.
-
-    Raises:
-      OverLimit: if the folder has too many files, or cannot be measured.
-    """
+    """Return the bytes of a folder's files; raise `OverLimit` if there are too many, or they cannot be measured."""
     inodes: dict[tuple[int, int], int] = {}
     entries, waiting = 0, [(folder, 0)]
     while waiting:

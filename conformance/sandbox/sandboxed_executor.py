@@ -122,8 +122,7 @@ class SandboxedExecutor(Executor):
     def create_fresh(self) -> Executor:
         """Return an executor with the same options in a new process.
 
-        Processes cannot share an accelerator. So there the new executor uses the same process, but compiles everything
-        again.
+        Processes cannot share an accelerator. There, the new executor compiles everything again in the same process.
         """
         if self.backend != "cpu":
             return SandboxedExecutor(
@@ -175,12 +174,8 @@ def load_sandboxed(
 ) -> Implementation:
     """Load a kernel in a process of its own, and return an implementation with its declarations and a proxy.
 
-    Args:
-      first_handshake: the kernel's first handshake with another process of this run (`collect_handshakes`); empty if
-        there was none.
-
-    Raises:
-      ImplementationNotFound: if the kernel cannot be loaded; the message is one line.
+    `first_handshake` is the kernel's first one with another process of this run (`collect_handshakes`), or empty.
+    Raises `ImplementationNotFound`, with a message of one line, if the kernel cannot be loaded.
     """
     proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
@@ -195,11 +190,7 @@ def load_sandboxed(
 
 
 def create_executor(implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> Executor:
-    """Return an executor for an implementation, in the kernel's process if it has one.
-
-    Args:
-      options: compiler options for an implementation in this process. A process of its own has flags instead.
-    """
+    """Return an executor in the kernel's process, if it has one; `options` are compiler options for this process."""
     call = implementation.call
     if isinstance(call, KernelProxy):
         return SandboxedExecutor(implementation, call.process)

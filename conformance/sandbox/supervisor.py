@@ -116,11 +116,7 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
 
 
 def _reap(kernel: int) -> int | None:
-    """Reap ended children, including adopted ones.
-
-    Returns:
-      The wait status of the kernel's process if it has ended, otherwise None.
-    """
+    """Reap ended children, also adopted ones; return the kernel process's wait status, or None if it still runs."""
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == kernel:

@@ -77,10 +77,7 @@ def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Simil
 def find_nearest(
     profile: ErrorProfile, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
 ) -> list[Similarity]:
-    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
-
-    Bugs that are not possible, by what else is known of the kernel, are left out.
-    """
+    """Find the possible bugs most similar to a kernel, at most one of each kind; empty if none is similar enough."""
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(profile)
     for each in rank_bugs(profile, bank):

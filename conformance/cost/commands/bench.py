@@ -82,10 +82,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
     """Refuse a kernel that would end or hang this process, in which it would be timed.
 
-    To find out, the kernel is traced once in a sandbox, on each case.
-
-    Raises:
-      CannotJudge: if the sandbox's process ends or hangs.
+    The kernel is traced once on each case in a sandbox. Raises `CannotJudge` if the sandbox's process ends or hangs.
     """
     implementation = project_lookup.find_implementation(name)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
@@ -103,11 +100,7 @@ def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """Return the limits on timing that the command line sets (`--runs`, `--seconds`).
-
-    Raises:
-      CannotJudge: if a limit is not positive.
-    """
+    """Return the limits on timing (`--runs`, `--seconds`). Raises `CannotJudge` if one is not positive."""
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
     if not arguments.seconds > 0:
@@ -124,14 +117,9 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write the files that the user asked for: measurements as JSON lines, and a page with its data.
+    """Write measurements as JSON lines and as a page, each if its path is not None. Raises `CannotJudge` if it fails.
 
-    Args:
-      outputs: paths of the files; a path that is None is skipped.
-      level: name of the command, which the page shows in place of a level of the grid.
-
-    Raises:
-      CannotJudge: if a file cannot be written.
+    The page shows `level`, the name of the command, in place of a level of the grid.
     """
     reason = environment.find_timing_distortion()
     info = RunInfo(

@@ -43,13 +43,9 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
+    """Print a table of cycle bounds for each GPU; return the number of kernels whose bounds are known.
 
-    Args:
-      cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
-
-    Returns:
-      the number of kernels whose bounds are known.
+    Each row is printed as soon as it is known. Cases of phase `train` include the kernels of the backward pass.
     """
     known = 0
     for target in chosen:
@@ -69,10 +65,7 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table row for each kernel of an implementation.
-
-    If no bound is known, yield one row with a single cell, which contains the reason.
-    """
+    """Yield a row of cells for each kernel; if no bound is known, yield one row with a single cell, the reason."""
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
         reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"

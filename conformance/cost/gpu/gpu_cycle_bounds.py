@@ -118,12 +118,8 @@ class LoopBound:
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
     """Compute lower bounds for the shortest and the longest path through a loop.
 
-    Args:
-      warps: number of warps of a block. A product of the whole block is divided among them.
-      depths: head dimensions of keys and of values (H, V).
-
-    Returns:
-      the bounds of the shortest and the longest path; None if the number of pairs in an iteration is not known.
+    A block has `warps` warps, which share each product of the whole block. `depths` are the head dimensions of keys and
+    of values (H, V). Return None if the number of pairs in an iteration is not known.
     """
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
@@ -134,8 +130,7 @@ def _bound_path(
 ) -> LoopBound | None:
     """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
 
-    Args:
-      idle: instructions of a warp while another warp issues the products of the whole block.
+    `idle` has the instructions of a warp while another warp issues the products of the whole block.
     """
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)

@@ -82,10 +82,7 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Make kernel names unique: a second kernel of the same name becomes `<name>_2`.
-
-    Kernels with the same name and the same measurements are yielded once.
-    """
+    """Make kernel names unique (`<name>_2` for a second one); kernels of equal name and measurements count once."""
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -143,10 +140,7 @@ def _iter_kernel_figures(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the name and measurements of each kernel whose loops contain matrix products.
 
-    Args:
-      text: a PTX file.
-      heard: output lines of `ptxas --verbose` for this file.
-      code: the disassembly of this file.
+    `text` is a PTX file, `heard` has the output lines of `ptxas --verbose` for the file, and `code` is its disassembly.
     """
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):

@@ -197,16 +197,10 @@ class _LoopPaths:
         return other if left >= most else self
 
     def best(self, longer: int, multiplying: int) -> tuple[Instruction, ...]:
-        """Return the longest or shortest loop path, optionally among those with the most matrix products.
+        """Return the instructions of the longest (`longer=1`) or shortest (`longer=-1`) path; empty if there is none.
 
-        Back edges of inner loops are left out, so each inner loop counts once.
-
-        Args:
-          longer: 1 for the longest path, -1 for the shortest.
-          multiplying: 1 to consider only paths with the most matrix products, 0 to consider all paths.
-
-        Returns:
-          the instructions of the path; empty if there is no path.
+        With `multiplying=1`, only paths with the most matrix products are considered. Back edges of inner loops are
+        left out, so each inner loop counts once.
         """
         place = {at: number for number, at in enumerate(self.order)}
         found: dict[int, tuple[PathWork, tuple[int, ...]]] = {self.head: (self._weigh(self.head, longer), (self.head,))}

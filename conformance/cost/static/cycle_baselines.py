@@ -87,10 +87,7 @@ Table = dict[str, dict[str, Figures]]
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """Return the versions that determine a kernel's machine code: of the compiler and of jaxlib, as text.
-
-    jaxlib counts because it lowers the kernel.
-    """
+    """Return as text the versions of the compiler and of jaxlib, which together determine a kernel's machine code."""
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
@@ -123,11 +120,7 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """Read the recorded static cycles of all compilers; empty if the file does not exist.
-
-    Raises:
-      ValueError: if the file has another schema.
-    """
+    """Read all recorded static cycles; empty if there is no file. Raises `ValueError` for a file of another schema."""
     if not path.exists():
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -138,12 +131,7 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Record static cycles for the installed compiler; entries of other keys and other compilers stay.
-
-    Args:
-      found: static cycles by `format_key`.
-      platform: `"tpu"` or `"gpu"`, which determines the compiler.
-    """
+    """Record `found`, static cycles by `format_key`, for the compiler of `platform`; other entries stay as they are."""
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -48,18 +48,10 @@ class Agreement:
 
 
 class SampledRows:
-    """Some sampled queries of a problem, with the oracle's results for them.
-
-    The results are computed once for each declared arithmetic and handling of empty rows.
-    """
+    """Sampled queries of a problem with the oracle's results, cached by declared arithmetic and empty-row handling."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
-        """Choose the queries that are compared with the oracle.
-
-        Args:
-          case: the case; its seed chooses the queries.
-          cotangent: cotangent of `out`, `[B, T, N, V]`.
-        """
+        """Choose the queries to compare with the oracle, by the case's seed; `cotangent` of `out` is `[B, T, N, V]`."""
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
         self._allowed = compute_allowed(problem, self.rows)
@@ -75,13 +67,9 @@ class SampledRows:
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare `out`, and gradients if there are any, with the oracle.
+        """Compare `out`, and gradients if any, with the oracle; return the comparison with the largest error.
 
-        Args:
-          results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
-
-        Returns:
-          the comparison of the result with the largest error.
+        The gradients must have been computed with the cotangent `self.cotangent(implementation)`.
         """
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
@@ -130,10 +118,7 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Return which sampled rows of `out` have a defined value, as booleans `[B, rows, N, 1]`.
-
-        A row whose query may attend to no key is undefined, unless the implementation declares its value.
-        """
+        """Return which rows of `out` have keys or a declared value for empty rows, as booleans `[B, rows, N, 1]`."""
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 

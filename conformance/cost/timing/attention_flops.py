@@ -46,11 +46,7 @@ def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: in
 
 
 def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
-    """Compute which keys the queries in `rows` may attend to, by mask and segment ids.
-
-    Returns:
-      booleans `[b, n, rows, S]`, where `b` is B or 1, and `n` is N or 1.
-    """
+    """Compute which keys `rows` may attend to by mask and segment ids, as booleans `[B or 1, N or 1, rows, S]`."""
     kv_length = problem.k.shape[1]
     allowed = np.asarray(problem.mask.allowed(rows[:, None], np.arange(kv_length)[None, :]), bool)
     leading = (1, 1) if allowed.ndim <= 2 else allowed.shape[:2]
@@ -69,10 +65,7 @@ def count_flops(pairs: int, case: Case, phase: str) -> float:
 
 
 def list_default_cases(platform: str) -> tuple[Case, ...]:
-    """List the cases that `bench` times by default: causal self-attention at common lengths and head dimensions.
-
-    Batch and heads are chosen by platform: small on a CPU, and enough to fill an accelerator.
-    """
+    """List the default cases of `bench`: causal self-attention at common lengths and depths, small on a CPU."""
     if platform == "cpu":
         return tuple(
             _build_case("f32", length, depth, batch=1, heads=256 // depth)

@@ -42,7 +42,7 @@ _PRODUCT_NAME = "the matrix product"  # key of the large matrix product among th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """Limits on how long to measure."""
+    """Limits on timing: rounds of each comparison, and seconds over all comparisons."""
 
     rounds: int = 30
     seconds: float = math.inf
@@ -50,7 +50,7 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with the data that all timed implementations share."""
+    """A case with the data that all timed implementations share; `cotangent` is that of `out`, `[B, T, N, V]`."""
 
     case: Case
     problem: Problem
@@ -71,7 +71,7 @@ class DrawnCase:
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation that is compiled and ready to be timed."""
+    """An implementation that is compiled and ready to be timed; `memory` is in bytes, as in `Measurement.memory`."""
 
     implementation: Implementation
     program: TimedProgram

@@ -106,8 +106,5 @@ def count_calls(least: float, fastest: float) -> int:
 
 
 def compare_pairs(baseline: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Compute the quartiles over rounds of `baseline / other`, where each argument has the seconds of every round.
-
-    A ratio of 2 means that the other function is twice as fast as the baseline.
-    """
+    """Compute the quartiles of `baseline / other` over rounds, given in seconds; at 2, `other` is twice as fast."""
     return Quartiles.of([a / b for a, b in zip(baseline, other, strict=True)])

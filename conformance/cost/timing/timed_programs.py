@@ -47,14 +47,9 @@ class TimedProgram:
 def compile_program(
     implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
 ) -> TimedProgram:
-    """Compile one call of an implementation for the default device, with gradients if the phase includes them.
+    """Compile a call for the default device, with gradients if `phase` includes them. Raises what compiling raises.
 
-    Args:
-      cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
-      phase: one of `PHASES` in `reports.records.measurement`.
-
-    Raises:
-      Exception: whatever tracing, lowering or compiling raises.
+    `cotangent` `[B, T, N, V]` has the operands' dtype. `phase` is one of `PHASES` in `reports.records.measurement`.
     """
     plain, arrays = Executor(implementation).bind(problem)
     arrays = jax.device_put(dict(arrays))

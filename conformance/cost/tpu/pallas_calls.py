@@ -80,11 +80,7 @@ class _KnownValue:
 
 
 def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
-    """Return the value of a jaxpr variable or literal; `env` maps known variables to their values.
-
-    Raises:
-      UnknownValue: if the value is not known.
-    """
+    """Return the value of a jaxpr literal, or of a variable in `env`. Raises `UnknownValue` if it is not known."""
     if isinstance(v, core.Literal):
         return v.val
     if v not in env:

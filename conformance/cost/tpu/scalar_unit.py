@@ -30,7 +30,7 @@ class UnknownPath(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRun:
-    """Result of simulating a schedule."""
+    """Result of simulating a schedule; `entries` counts by bundle how often a basic block began there."""
 
     cycles: int
     entries: Mapping[int, int]
@@ -255,10 +255,7 @@ class _ScalarMachine:
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Translate a condition into a function that returns whether it holds.
-
-        The function raises `UnknownPath` if the predicate is unknown.
-        """
+        """Translate a condition into a function that evaluates it, or raises `UnknownPath` for an unknown predicate."""
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:

@@ -87,13 +87,9 @@ def compute_call_figures(
 
 
 def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
-    """Compute the words of a call's scalar operands in the order in which they lie in scalar memory.
+    """Compute the words of a call's scalar operands, by operand index, as they lie in scalar memory.
 
-    Args:
-      program: HLO text of the compiled program, which contains the layouts.
-
-    Returns:
-      by index of an operand, its words; operands whose layout is not known are left out.
+    The layouts are read from `program`, the compiled program's HLO text. Operands without a known layout are left out.
     """
     line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:

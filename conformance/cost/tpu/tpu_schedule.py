@@ -44,15 +44,7 @@ class TpuSchedule:
 
 
 def parse_schedule(bundles: str, units: str) -> TpuSchedule:
-    """Parse a schedule from the texts of two files of the compiler.
-
-    Args:
-      bundles: text of the file with the bundles.
-      units: text of the file with the units that each bundle uses.
-
-    Raises:
-      ValueError: if a text has an unexpected form.
-    """
+    """Parse a schedule from texts with its bundles and their units. Raises `ValueError` for an unexpected form."""
     held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
@@ -77,11 +69,7 @@ def _iter_rows(units: str) -> Iterator[list[str]]:
 
 
 def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
-    """Read the schedules of kernels with matrix products from a folder.
-
-    Returns:
-      by name of a kernel, one schedule for each call of the kernel.
-    """
+    """Read a folder's schedules: map each kernel with matrix products to a list of one schedule for each call."""
     found: dict[str, list[TpuSchedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _BUNDLES_FILE.fullmatch(path.name)) is None:
@@ -97,11 +85,7 @@ def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
 
 
 def _read_sibling(path: Path, program: str, kind: str) -> str:
-    """Read the file of another kind that the compiler wrote for the same program.
-
-    Raises:
-      ValueError: if there is no such file, or more than one.
-    """
+    """Read the compiler's file of another kind for the same program; raise `ValueError` unless exactly one exists."""
     (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
     return other.read_text()
 
@@ -162,10 +146,7 @@ def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
 
 
 def _find_grid_loop(schedule: TpuSchedule) -> range:
-    """Find the loop over the grid, which is the longest loop that contains matrix products.
-
-    Without such a loop, return all bundles.
-    """
+    """Find the loop over the grid: the longest with matrix products, or all bundles if there is none."""
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)
