@@ -68,19 +68,17 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_the_command_finds_its_own_packages(jobs: str, folder: Path) -> None:
-    done = run(folder, "-m", "conformance", *RUN, f"--jobs={jobs}", "--report=r.html")
+def test_the_command_finds_its_own_packages(folder: Path) -> None:
+    done = run(folder, "-m", "conformance", *RUN, "--jobs=1", "--report=r.html")
     assert done.returncode == 0, said(done)
     assert (folder / "r.html").exists()
 
 
-@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_the_console_script_stands_a_module_called_conformance_too(jobs: str, folder: Path) -> None:
+def test_the_console_script_stands_a_module_called_conformance_too(folder: Path) -> None:
     (folder / "conformance.py").write_text((folder / "cases.py").read_text())
     (folder / "bin").mkdir()
     (folder / "bin" / "attention-conformance").write_text(SCRIPT)
-    done = run(folder, "bin/attention-conformance", *RUN, f"--jobs={jobs}")
+    done = run(folder, "bin/attention-conformance", *RUN, "--jobs=2")
     assert done.returncode == 0, said(done)
 
 

@@ -101,12 +101,12 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
 _PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
 
 
-# Checks that make hundreds of calls or compile many programs. Other tests cover them with less.
+# Checks that make hundreds of calls or compile many programs. By day, `.ci/run` runs them on the same kernel.
 _LONG = ("calls", "errors", "transforms")
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(check, marks=pytest.mark.long if check in _LONG else ()) for check in _PORTABLE]
+    "check", [pytest.param(check, marks=pytest.mark.nightly if check in _LONG else ()) for check in _PORTABLE]
 )
 def test_a_correct_implementation_passes(check: str) -> None:
     found = judge(

@@ -47,15 +47,8 @@ number = 3
 
 
 def fill(folder: Path) -> None:
-    """Write the kernels, files that cannot be imported, and files that hold no records."""
+    """Write the kernels, and a file without records."""
     (folder / "kernels.py").write_text(KERNELS)
-    (folder / "syntax.py").write_text("def attention(:\n")
-    (folder / "raises.py").write_text("raise RuntimeError('no GPU here\\nsecond line')\n")
-    (folder / "exits.py").write_text("raise SystemExit(0)\n")
-    (folder / "list.jsonl").write_text("[1]\n")
-    (folder / "other.jsonl").write_text('{"schema": "other/1"}\n')
-    (folder / "text.jsonl").write_text("not json\n")
-    (folder / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (folder / "empty.jsonl").write_text("")
 
 

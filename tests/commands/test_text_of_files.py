@@ -198,7 +198,7 @@ def is_command(line: str) -> bool:
     return line.lstrip().startswith("::") or "##[" in line
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.dictionaries(st.sampled_from(FREE), TEXTS, min_size=1, max_size=5), st.sampled_from([20, 80, WIDE]))
 @example(FORGED, WIDE)
 def test_no_text_of_a_file_begins_a_line_or_is_markup(texts: dict[str, str], width: int) -> None:

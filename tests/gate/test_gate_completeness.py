@@ -14,7 +14,7 @@ from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
 from impls.contract.implementation import Accelerator
 from reports.records import INTERRUPTED, read_runs
-from tests.gate.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.gate.gate_repository import KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def crashes(q, k, v, *, causal=False):
 @pytest.mark.long
 def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) -> None:
     (repository.path / "kernel.py").write_text(KERNEL + CRASHES)
-    words = (FEW_CASES, "--conformance-in-process", "-n", "2")
+    words = ("--conformance-cases=train/f32/*.T1.*", "--conformance-in-process", "-n", "2")
     result = run_gate(repository, *words, "--conformance-json=r.jsonl", name="crashes")
     assert result.ret == 2
     (found,) = read_runs(repository.path / "r.jsonl")

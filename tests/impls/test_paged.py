@@ -45,7 +45,7 @@ def on_host(lists: Any) -> Any:
 
 
 @pytest.mark.long
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
     st.sampled_from([1, 3, 8]),
@@ -67,7 +67,7 @@ def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], 
 
 
 @pytest.mark.long
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
     st.sampled_from([1, 3, 8]),
@@ -101,7 +101,7 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
 
 
 @pytest.mark.long
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
     st.sampled_from([1, 3, 8]),

@@ -67,7 +67,7 @@ def int32(*values: int) -> jax.Array:
 
 
 @pytest.mark.long
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.sampled_from([1, 7, 16, 50]))
 def test_blocks_follow_the_lengths_and_not_the_size_of_the_cache(lengths: list[int], block: int) -> None:
     steps = build_steps(fixed(50), int32(*lengths), int32(0, 0, 0, 0), block)
@@ -101,7 +101,7 @@ def test_blocks_before_a_window_are_left_out_as_well(mask: Mask, blocks: list[in
     assert traffic(steps).computed == sum(blocks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([Full(), Causal(), Window(3, 0), Window(None, 2), Chunked(5), Window(4, 1) & Chunked(6)]),
     st.integers(-3, 20),

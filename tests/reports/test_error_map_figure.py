@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-import msgspec
 import pytest
 
 from reports.error_map_figure import render_error_map
@@ -60,40 +59,11 @@ def test_the_mask_is_drawn_in_the_shade_of_each_row_and_the_cells_beside_it() ->
     ]
 
 
-def test_keys_are_shaded_by_column() -> None:
-    keys = msgspec.structs.replace(DRAWN, axes=("S", "BK"), along="S")
-    found = [path.split(": ")[1] for path in list_paths(list_panels(keys)[0])[:2]]
-    assert found == ["M0 0h24v24h-24zM0 24h24v24h-24z", "M24 24h24v24h-24z"]
-
-
-def test_borders_of_blocks_are_dashed_and_named() -> None:
-    mask, cells = list_panels(DRAWN)
-    assert "M0 24h48M24 0v48" in mask
-    assert "M0 24h48" in cells
-    assert "dashed: every 128 queries, every 128 keys" in render_error_map(DRAWN)
-    without = render_error_map(msgspec.structs.replace(DRAWN, blocks=(0, 0)))
-    assert "dash" not in without
-    many = render_error_map(msgspec.structs.replace(DRAWN, blocks=(1, 1)))
-    assert "stroke-dasharray" not in many
-
-
-def test_the_legend_says_what_occurs_and_no_more() -> None:
-    said = re.sub(r"<[^>]*>", " ", str(render_error_map(DRAWN)))
-    for words in ("below a tenth of the limit", "within the limit", "more than 1,000,000", "hidden by the mask"):
-        assert words in said
-    for words in ("not judged", "NaN", "up to 10"):
-        assert words not in said
-
-
 def test_a_picture_names_its_axes_and_its_place_for_those_who_do_not_see_it() -> None:
     mask, cells = (parse_svg(panel) for panel in list_panels(DRAWN))
     assert mask.get("aria-label") == "Batch row 1, head 0: who attends to whom, each query shaded by its error"
     assert cells.get("aria-label") == "The largest error by queries and batch rows and heads"
     assert [text.text for text in mask.iter("text")] == ["keys 0 to 255", "queries 0 to 255"]
-
-
-def test_the_colours_are_those_of_the_page_so_that_light_and_dark_both_serve() -> None:
-    assert not re.search(r"#[0-9a-f]{3}|rgb", str(render_error_map(DRAWN)))
 
 
 def test_the_largest_picture_stays_small() -> None:
