@@ -111,7 +111,7 @@ def judge_by(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[Job], bool]) -
 
     def judge(self: Runner, job: Job) -> list[records.Record]:
         verdict = records.FAIL if is_wrong(job) else records.PASS
-        fields = {"implementation": "it", "platform": "cpu", "case": job.case.id, "observable": "out"}
+        fields: dict[str, Any] = {"implementation": "it", "platform": "cpu", "case": job.case.id, "observable": "out"}
         return [records.Record(**fields, check=check.name, verdict=verdict) for check in job.checks]
 
     monkeypatch.setattr(Runner, "judge", judge)
