@@ -125,7 +125,7 @@ def test_a_repository_keeps_its_package_conformance(mode: str, taken: Path) -> N
 
 def test_kernels_are_judged_beside_a_package_conformance(taken: Path) -> None:
     assert " passed" in run_pytest(taken, "test_kernel.py", *NO_PROBES)
-    few = (*NO_PROBES, FEW_CASES, "-k=T1 and forward", "--impl=kernels.py:attention")
+    few = (*NO_PROBES, "--conformance-cases=train/f32/*.T1.*", "-k=forward", "--impl=kernels.py:attention")
     assert " passed" in run_pytest(taken, "--pyargs", "attention_conformance", *few)
 
 
