@@ -51,6 +51,10 @@ class _Region:
     heads: slice
     rows: slice
 
+    def locate(self, name: str) -> tuple[int, slice, slice]:
+        """Return the region's index into the result `name`."""
+        return (self.batch, self.rows, self.heads) if name == "out" else (self.batch, self.heads, self.rows)
+
 
 def check_independence(subject: Subject) -> Iterator[Judgement]:
     """Check that other batch rows, other heads and hidden keys change no bit of a result."""
@@ -216,12 +220,7 @@ def _select_region(name: str, result: Result, region: _Region, subject: Subject)
 
     An empty row may hold the mean over all keys. It depends on all of them, so it is not compared.
     """
-    values = _select_live(name, result, subject)
-    return (
-        values[region.batch, region.rows, region.heads]
-        if name == "out"
-        else values[region.batch, region.heads, region.rows]
-    )
+    return _select_live(name, result, subject)[region.locate(name)]
 
 
 def _select_live(name: str, result: Result, subject: Subject) -> np.ndarray:
@@ -232,19 +231,16 @@ def _select_live(name: str, result: Result, subject: Subject) -> np.ndarray:
 
 def _judge_accuracy(subject: Subject, region: _Region, name: str, got: Result) -> Judgement:
     """Judge the region's results in `got`, the result of the changed problem, by the oracle."""
-    place = (region.batch, region.rows, region.heads) if name == "out" else (region.batch, region.heads, region.rows)
+    place, label = region.locate(name), f"{name}.{region.name}"
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    region_bounds = Bounded(expected.value[place], expected.bound[place])
-    judgement = subject.judge(
-        name, got.values[name][place], region_bounds, judged[place], label=f"{name}.{region.name}"
-    )
+    bounds = Bounded(expected.value[place], expected.bound[place])
+    judgement = subject.judge(name, got.values[name][place], bounds, judged[place], label=label)
     if judgement.verdict != records.FAIL:
         return judgement
-    changed = (
-        f"{name} ({_describe_region(region, name)}; the index is within these) when other rows, heads and keys change"
-    )
-    return dataclasses.replace(judgement, reason=f"{changed}: {judgement.reason}")
+    changed = f"{name} ({_describe_region(region, name)}; the index is within these)"
+    reason = f"{changed} when other rows, heads and keys change: {judgement.reason}"
+    return dataclasses.replace(judgement, reason=reason)
 
 
 def _judge_bits(subject: Subject, region: _Region, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:

@@ -195,10 +195,7 @@ def plan_problem(
 
 
 def plan_case(
-    implementation: Implementation,
-    case: Case,
-    checks: Iterable[Check] = CHECKS,
-    selection: Subchecks = ALL_SUBCHECKS,
+    implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, selection: Subchecks = ALL_SUBCHECKS
 ) -> Plan:
     """Plan one case: the checks of the grid, or the checks of refusals if the case is not supported.
 

@@ -126,9 +126,8 @@ class OperandErrors:
           rows: which queries of the problem the group holds.
         """
         q = self.q[group.batch, :, group.heads].transpose(1, 0, 2)[:, rows]
-        return OperandErrors(
-            self.dtype, q, self.k[group.batch, :, group.kv_head], self.v[group.batch, :, group.kv_head]
-        )
+        place = (group.batch, slice(None), group.kv_head)
+        return OperandErrors(self.dtype, q, self.k[place], self.v[place])
 
 
 @dataclasses.dataclass(frozen=True)

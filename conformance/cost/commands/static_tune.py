@@ -130,9 +130,7 @@ def _build_entry(
             "checked": "by no chip: static cycles of a whole call",
             "knobs": {choice.parameter: _format_choice(choice) for choice in found},
             # When `tune` times candidates on a chip, it compares their order with these cycles.
-            STATIC_CYCLES: {
-                choice.parameter: _collect_cycles(choice) for choice in found if choice.parameter in kernels
-            },
+            STATIC_CYCLES: {one.parameter: _collect_cycles(one) for one in found if one.parameter in kernels},
         },
     )
 
@@ -140,9 +138,7 @@ def _build_entry(
 def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
     """Return the cycles of each candidate with a known estimate, including HBM traffic outside the call, by name."""
     return {
-        format_setting(choice.parameter, one.setting): round(one.whole)
-        for one in choice.estimates
-        if one.cycles is not None
+        format_setting(choice.parameter, x.setting): round(x.whole) for x in choice.estimates if x.cycles is not None
     }
 
 

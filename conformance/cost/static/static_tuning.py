@@ -122,10 +122,8 @@ def tune_statically(
     needed = asked | {name for one in parameters for _, names in one.ways for name in names}
     kernels = [one for one in tunable.parameters if one.kernel and one.name in needed]
     tried = {
-        parameter.name: _remove_duplicates(
-            [base[parameter.name], *(parameter.candidates(case) if parameter.name in asked else ())]
-        )
-        for parameter in kernels
+        one.name: _remove_duplicates([base[one.name], *(one.candidates(case) if one.name in asked else ())])
+        for one in kernels
     }
     problem, known = draw_problem(case), dict[str, CompileResult]()
 
