@@ -77,8 +77,8 @@ def print_comparison(
         first: dict[str, ComparisonRow] = {}
         for implementation in implementations:
             for row in iter_rows(implementation, case, targets, parameters, on_step):
-                line = row.line(first.setdefault(row.parameter, row))
-                shown.print(line, highlight=False, soft_wrap=True, markup=False)
+                text = row.line(first.setdefault(row.parameter, row))
+                shown.print(text, highlight=False, soft_wrap=True, markup=False)
                 known += sum(one.cycles is not None for one in row.best)
     return known
 
