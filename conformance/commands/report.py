@@ -49,6 +49,8 @@ def render_report(arguments: argparse.Namespace) -> int:
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     summary = build_summary(found, info)
+    missing = list_missing(recorded, summary)
+    del recorded  # frees the lines of the files before the page is built
     try:
         if path is not None and found:
             html_page.save_page(path, summary, measured)
@@ -66,7 +68,6 @@ def render_report(arguments: argparse.Namespace) -> int:
         terminal.print_measurements(measured, console)
     if found:
         terminal.print_summary(summary, console, arguments.report or "")
-    missing = list_missing(recorded, summary)
     for line in missing:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not arguments.gate:
