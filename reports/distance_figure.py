@@ -15,7 +15,7 @@ from reports.text_format import GLYPHS, TIMES, format_count, format_multiple, fo
 
 LEAST, MOST = 1e-2, 1e2
 """The ends of the axis, the same on every chart: the limit is in the middle. What is beyond is drawn at the edge."""
-_ROW, _TOP, _PLOT, _RIGHT = 15, 18, 164, 92  # pixels: a row, the axis, the plot, the figure beside a row
+_ROW, _TOP, _PLOT, _RIGHT = 15, 18, 164, 108  # pixels: a row, the axis, the plot, the figure beside a row
 _NAME_WIDTHS = {"check": 98, "implementation": 230}
 _MAX_NAME = {"check": 16, "implementation": 38}  # characters
 _SHAPES = {
