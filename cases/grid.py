@@ -281,7 +281,7 @@ class _Support:
 def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
     """Find rows with these levels that are otherwise like `base`, as far as the levels allow.
 
-    Cached: most implementations have the same base, and repairing a row tries a thousand others.
+    Cached: most implementations have the same base, and `_repair_row` tries about a thousand other rows.
     """
     row = _replace_levels(base, *items)
     rows = _repair_row(row, dict(items), model)

@@ -139,7 +139,7 @@ def test_a_record_that_answers_another_question_than_its_job_is_refused(
 def test_a_record_of_a_kernel_that_the_run_does_not_judge_is_refused(tmp_path: Path) -> None:
     stranger = msgspec.structs.replace(passed("*"), implementation="other")
     for line in (records.serialize_record(stranger) + "\n", serialize_probe(stranger)):
-        with pytest.raises(ValueError, match="the run judges kernel, and has a record of other"):
+        with pytest.raises(ValueError, match="the run judges kernel, but has a record of other"):
             read(tmp_path, text(end=None) + line)
 
 

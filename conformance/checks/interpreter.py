@@ -57,7 +57,7 @@ def check_interpreter(subject: Subject) -> Iterator[Judgement]:
 
 
 def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program]:
-    """List the programs to run with a seed: the backward pass with two seeds, the call with residuals with one.
+    """List the programs to run with a seed; only seeds 0 and 1 run the backward pass, only 0 the call with residuals.
 
     Programs are left out to save time. A backward pass is three kernels, and includes the call with residuals. A GPU
     program takes seconds. So on a GPU the call without residuals is left out if there is one with residuals.

@@ -129,7 +129,7 @@ def _judge_proportional(
     *,
     is_unordered: bool,
 ) -> Judgement:
-    """Judge whether `after` is `factor` times `before`, or if sums are unordered, within the bounds of both."""
+    """Judge whether `after` is `factor` times `before`; in f16, or if sums are unordered, within twice the bound."""
     label = f"{name}.scaled"
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
     if subject.case.dtype == "f16" or is_unordered:

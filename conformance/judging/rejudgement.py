@@ -183,7 +183,7 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements keyed by observable and occurrence, since calls in a check give results the same name."""
+    """Yield judgements keyed by observable and occurrence, since a check may judge an observable in several calls."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement

@@ -71,7 +71,7 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
         if record.verdict == PASS and record.ratio is not None and (observable := _find_observable(record)):
             judged.setdefault((record.dtype, observable), []).append(record)
     if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in judged]:
-        raise ValueError(f"no record judges {', '.join(missing)}: add records of an implementation that returns it")
+        raise ValueError(f"no record judges {', '.join(missing)}: add records of implementations that return these")
     counted = [record for group in judged.values() for record in group]
     provenance = {
         "implementations": sorted({record.implementation for record in counted}),

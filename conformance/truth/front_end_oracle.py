@@ -40,7 +40,7 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A projection (q or k) before and after each step of a front end, with positions `[3, L]` and norm weights."""
+    """A projection (q or k) before each step of a front end and after all, with positions `[3, L]` and norm weights."""
 
     steps: tuple[str, ...]
     at: Array

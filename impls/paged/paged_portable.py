@@ -32,7 +32,7 @@ from impls.softmax_merge import Part
 
 
 def attend(plan: PagedPlan, operands: Operands) -> Part:
-    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
+    """Attend to every key that each query sees; rows past the last sequence are parts without keys (`max` is -inf)."""
     total, heads = operands.q.shape[:2]
     # Padded for a tile that begins with the last query, so that no slice is shifted to fit.
     rows = (total + plan.block_q, heads)

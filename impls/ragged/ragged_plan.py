@@ -41,7 +41,7 @@ class Operands(NamedTuple):
 
 
 def flatten_queries(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
-    """Flatten queries `[B, T, N, H]` to rows `[B, K, R, H]`."""
+    """Flatten queries to rows `[B, K, R, H]`, where `R` is `T N / K`, the query before the head."""
     batch, q_length, num_q_heads, depth = q.shape
     group = num_q_heads // num_kv_heads
     split = q.reshape(batch, q_length, num_kv_heads, group, depth).transpose(0, 2, 1, 3, 4)

@@ -83,7 +83,7 @@ Body = Callable[[Step, Any, Inputs, Outputs, Any], None]
 def launch(
     call: KernelCall, body: Body, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Any
 ) -> Outputs:
-    """Run `body` on every step of the lists of one shard. Raises `ValueError` if the block sizes do not fit VMEM.
+    """Run `body` on every step in the lists of one shard. Raises `ValueError` if the block sizes do not fit VMEM.
 
     `body` is called with the step, a function that reads the position of the first query, and references to the
     blocks. `q_offset` is the position of the shard's first query, int32 `[1]`.

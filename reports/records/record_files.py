@@ -346,7 +346,7 @@ def _reject_unknown_implementation(found: Iterable[Record], run: Run) -> None:
     """Raise `ValueError` for records of an implementation that the run does not judge."""
     for record in found:
         if record.implementation not in run.kernels:
-            raise ValueError(f"the run judges {', '.join(run.kernels)}, and has a record of {record.implementation}")
+            raise ValueError(f"the run judges {', '.join(run.kernels)}, but has a record of {record.implementation}")
 
 
 def has_measurements(path: Path) -> bool:
