@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in self._actions:
             try:
                 reject_empty(
-                    action.option_strings[-1] if action.option_strings else action.dest, vars(found).get(action.dest)
+                    action.option_strings[0] if action.option_strings else action.dest, vars(found).get(action.dest)
                 )
             except CannotJudge as error:
                 self.error(str(error))

@@ -119,8 +119,8 @@ def add_cycles(commands: Commands[CommandParser]) -> None:
 
 
 def _add_parameter(group: argparse._ArgumentGroup, about: str) -> None:
-    group.add_argument("--parameter", action="append", default=[], metavar="NAME", help=about)
-    group.add_argument("--knob", dest="parameter", action="append", help=argparse.SUPPRESS)  # its old name
+    # `--knob` is the old name.
+    group.add_argument("--parameter", "--knob", action="append", default=[], metavar="NAME", help=about)
 
 
 def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:

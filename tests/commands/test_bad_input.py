@@ -290,7 +290,7 @@ SEEDS = [
     BadInput("calibrate-seed", ("calibrate", "--impl=nope", f"--seed={TOO_LARGE}"), ("--seed", "2**64")),
 ]
 CASES = [
-    BadInput("case-text", at_case("nonsense"), ("'nonsense' is not a case id", "parts")),
+    BadInput("case-text", at_case("nonsense"), ("'nonsense' is not a case id", "components")),
     BadInput("case-escape", ("explain", "\x1b[31m"), (r"\x1b[31m", "is not a case id")),
     BadInput("case-lines", at_case(CASE.replace("/full", "\n/full")), (r"H4.V4\n' in", "is not a shape such as")),
     BadInput("case-seed", at_case(CASE.replace("s0", "s" + TOO_LARGE)), ("seed must be in 0..2**64-1", TOO_LARGE)),

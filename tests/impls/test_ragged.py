@@ -249,7 +249,7 @@ def test_a_window_of_each_sequence_has_one_place_and_no_other_mask_beside_it() -
     assert lower_lengths(OwnWindow(7, (3, 29)) & Lengths((4, 30)), 2, 40)[0] == Window(7, 0)
     with pytest.raises(NotImplementedError, match="own_window combined with another mask"):
         ragged.attention(**x, mask=OwnWindow(7, (3, 29)) & Causal(39))
-    with pytest.raises(ValueError, match="mask positions must be 2, one a batch row, got 1"):
+    with pytest.raises(ValueError, match="the mask must have 2 positions, one for each batch row, got 1"):
         ragged.attention(**x, mask=OwnWindow(7, (3,)))
 
 
