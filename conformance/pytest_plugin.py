@@ -505,13 +505,22 @@ class _Gate:
         return "" if self._shared_address is None or backend == "cpu" else f"workers hold the {backend}"
 
     def _add_run_failures(self, session: pytest.Session, result: SessionResult) -> None:
-        """Add a failure for each known failure that passed, and each kernel whose results depend on compiler flags."""
+        """Add failures of the run as a whole.
+
+        These are known failures that passed, kernels whose results depend on compiler flags, and kernels of which a
+        parameter that is probably an operand got nothing.
+        """
+        from reports.conformity import describe_uncalled
+
+        uncalled = describe_uncalled(result.summary.implementations)
+        for name, sentence in uncalled.items():
+            self._add_failure(name, sentence)
         for record in result.stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
         for record in result.flag_excess:
             self._add_failure(f"{record.check}[{record.implementation}]", record.reason)
         self._records += [*result.stale, *result.flag_excess]
-        if (result.stale or result.flag_excess) and session.exitstatus == pytest.ExitCode.OK:
+        if (result.stale or result.flag_excess or uncalled) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _add_failure(self, name: str, reason: str, module: str = node_ids.GATE_PATH) -> None:
@@ -538,13 +547,15 @@ class _Gate:
             return
         terminalreporter.section("attention conformance")
         from conformance.gate.gate_summary import format_suite_summary, format_terminal_summary
+        from conformance.session.planned_run import describe_unasked
 
         lines: list[str] = []
         report = self._options.report or ""
         if self._records:
             planned = self._plan().planned
+            notes = [*planned.notes, *describe_unasked(planned.resolved.implementations)]
             lines += format_terminal_summary(
-                self._records, planned.run, self._result, report=report, said=self._said, notes=planned.notes
+                self._records, planned.run, self._result, report=report, said=self._said, notes=notes
             )
         for result in self._suite_results.values():
             lines += format_suite_summary(result, report)

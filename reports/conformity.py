@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from cases.parameter_names import find_operand, name_parameters
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
 from reports.record_groups import JudgedImplementation
 from reports.records import (
@@ -31,15 +32,19 @@ from reports.text_format import GLYPHS, format_count
 
 CONFORMS = "conforms"
 KNOWN_FAILURES = "conforms but for known failures"
+IN_PART = "conforms in what was called"
 DOES_NOT_CONFORM = "does not conform"
 NOT_JUDGED = "could not be judged"
 CONFORMITY_GLYPHS = {
     CONFORMS: GLYPHS[PASS],
     KNOWN_FAILURES: GLYPHS[EXPECTED_FAIL],
+    IN_PART: GLYPHS[FAIL],
     DOES_NOT_CONFORM: GLYPHS[FAIL],
     NOT_JUDGED: GLYPHS[UNJUDGED],
 }
 """The sign shown with each verdict on an implementation, for readers who cannot see its colour."""
+WRONG = frozenset({IN_PART, DOES_NOT_CONFORM})
+"""The verdicts with which a run exits with 1. With `IN_PART`, a parameter that is probably an operand got nothing."""
 
 Entry = TypeVar("Entry")
 _UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
@@ -51,12 +56,12 @@ class ImplementationSummary:
 
     Attributes:
       implementation: the implementation and its platform.
-      conformity: `CONFORMS`, `KNOWN_FAILURES`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
+      conformity: `CONFORMS`, `KNOWN_FAILURES`, `IN_PART`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
       counts: the number of its records by verdict.
       worst: the judged error figure that is closest to its limit, or furthest beyond it.
       extent: how many of its planned jobs were judged, and whether that is the whole level.
       text: the verdict with its qualifications, as a phrase that follows the implementation's name.
-      declared: its declarations that lower the requirements below the defaults; empty unless it conforms.
+      declared: its declarations that lower the requirements below the defaults; empty if something is wrong in it.
       reason: the most frequent reason why it could not be judged; empty if it was judged.
     """
 
@@ -87,23 +92,26 @@ class RunSummary:
     shortfall: str
 
 
-def compute_conformity(records: Iterable[Record]) -> str:
+def compute_conformity(records: Iterable[Record], unasked: Collection[str] = ()) -> str:
     """Return the verdict on an implementation from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
 
     With any red record, the implementation does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
-    never `CONFORMS`.
+    never `CONFORMS`. `unasked` are its parameters to which nothing was passed: with an operand among them, it is
+    `IN_PART` at best.
     """
     records = tuple(records)
-    return _compute_conformity(records, count_verdicts(records))
+    return _compute_conformity(records, count_verdicts(records), unasked)
 
 
-def _compute_conformity(records: Iterable[Record], counts: Counts) -> str:
+def _compute_conformity(records: Iterable[Record], counts: Counts, unasked: Iterable[str]) -> str:
     if counts.red:
         return DOES_NOT_CONFORM
     # If this platform refuses the products of every call, what passes was judged without running the kernel.
     refused = any(REFUSED_PRECISION in record.figures for record in records)
     if not counts.judged or (refused and all(record.ratio is None for record in records)):
         return NOT_JUDGED
+    if any(map(find_operand, unasked)):
+        return IN_PART
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
 
@@ -124,10 +132,10 @@ def _summarize_implementation(
     implementation: JudgedImplementation, records: Sequence[Record], run: RunInfo
 ) -> ImplementationSummary:
     counts = count_verdicts(records)
-    conformity = _compute_conformity(records, counts)
+    conformity = _compute_conformity(records, counts, _find_entry(run.unasked, implementation) or ())
     extent = _find_entry(run.extents, implementation)
     extent = extent or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
-    conforms = conformity in (CONFORMS, KNOWN_FAILURES)
+    conforms = conformity in (CONFORMS, KNOWN_FAILURES, IN_PART)
     return ImplementationSummary(
         implementation=implementation,
         conformity=conformity,
@@ -220,7 +228,7 @@ def _format_conformity(
     The text says "conforms" only if the run record shows that every job of the level was judged.
     """
     narrowing = _format_narrowing(extent)
-    if conformity not in (CONFORMS, KNOWN_FAILURES):
+    if conformity in (DOES_NOT_CONFORM, NOT_JUDGED):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
     checks = sorted({record.check for record in records if record.verdict in JUDGED})
     coverage = _find_coverage(implementation, run)
@@ -236,6 +244,8 @@ def _format_conformity(
         text = f"passes{share}{comma} {only}"
     elif extent.stopped:
         text = f"passes{share}"
+    if conformity == IN_PART:
+        text += " in what was called"
     if _find_entry(run.declared, implementation):
         text += " as declared"
     if few := _find_entry(run.few_blocks, implementation):
@@ -250,7 +260,19 @@ def _format_conformity(
     if extent.stopped:
         text += " so far"
         text += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
-    return conformity.replace(CONFORMS, text)
+    unasked = _find_entry(run.unasked, implementation) or ()
+    if counts[EXPECTED_FAIL]:
+        text = KNOWN_FAILURES.replace(CONFORMS, text)
+    if others := [name for name in unasked if not find_operand(name)]:
+        text += f", with nothing passed to {name_parameters(others)}"
+    uncalled = name_parameters(filter(find_operand, unasked))
+    return f"{text}; never called: {uncalled}" if uncalled else text
+
+
+def describe_uncalled(implementations: Iterable[ImplementationSummary]) -> dict[str, str]:
+    """Return the verdict on each implementation that is `IN_PART` as a clause, by the name of a failure of the run."""
+    parts = [(one.implementation.label, one.text) for one in implementations if one.conformity == IN_PART]
+    return {f"never_called[{label}]": f"{label} {text}" for label, text in parts}
 
 
 def _format_narrowing(extent: Extent) -> str:

@@ -6,7 +6,7 @@ It has its own styles and no script, so that it can stand in any page. Its colou
 from __future__ import annotations
 
 from reports.causes.finding_text import choose_foremost
-from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM
+from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, WRONG
 from reports.limit_distances import build_distance_charts
 from reports.page_model import Summary
 from reports.records import ERROR, FAIL
@@ -35,7 +35,7 @@ def render_fragment(summary: Summary) -> str:
             hidden_failures=failures,
             charts=build_distance_charts(summary.groups),
             conformity_glyphs=CONFORMITY_GLYPHS,
-            states={CONFORMS: "pass", DOES_NOT_CONFORM: "fail"},
+            states={CONFORMS: "pass", **dict.fromkeys(WRONG, "fail")},
             glyphs=GLYPHS,
             red=(FAIL, ERROR),
             max_implementations=MAX_IMPLEMENTATIONS,

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from reports import output_files
-from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
+from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES, NOT_JUDGED
 from reports.page_model import Page, Summary, build_page
 from reports.ratio_figure import render_distributions
 from reports.record_query import build_query_command
@@ -59,6 +59,7 @@ RECORD_COLUMNS = (
 _STATES = {
     CONFORMS: "pass",
     KNOWN_FAILURES: "expected",
+    IN_PART: "fail",
     DOES_NOT_CONFORM: "fail",
     NOT_JUDGED: "unjudged",
 }

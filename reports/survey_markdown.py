@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES, NOT_JUDGED
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_page import PREFIX
 from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
@@ -153,7 +153,7 @@ def _name_verdict(function: FunctionResult) -> str:
         return "**wrong** in f16" if in_f16 else "**wrong**"
     if function.conformity == CONFORMS:
         return "conforms as declared" if function.declared else "conforms"
-    return "not judged"
+    return IN_PART if function.conformity == IN_PART else "not judged"
 
 
 def _link_findings(function: FunctionResult) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.causes.finding_text import FindingText, choose_foremost
-from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
+from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES, NOT_JUDGED
 from reports.page_model import Summary
 from reports.printable_text import make_printable
 from reports.record_groups import get_implementation
@@ -40,6 +40,7 @@ _MAX_REASON = 300
 _STYLES = {
     CONFORMS: "green",
     KNOWN_FAILURES: "yellow",
+    IN_PART: "bold red",
     DOES_NOT_CONFORM: "bold red",
     NOT_JUDGED: "yellow",
 }

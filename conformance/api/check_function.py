@@ -17,6 +17,7 @@ from conformance.checks import CHECKS_BY_NAME
 from conformance.sandbox import kernel_process
 from conformance.session.failures import CannotJudge
 from conformance.session.job_judging import FIRST_FAILURE
+from conformance.session.planned_run import describe_unasked
 from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
 from conformance.session.resolved_run import Caller
@@ -143,6 +144,8 @@ def check(
         with isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
             if not subject.is_sandboxed:
                 say(_IN_PROCESS.format(name=label))
+            for line in describe_unasked([subject.implementation]):
+                say(line)
             caller = Caller(
                 implementations=[subject.implementation],
                 format_repetition=repeat,

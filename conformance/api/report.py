@@ -34,7 +34,8 @@ class Report:
 
     Attributes:
       name: the name of the kernel.
-      verdict: `conforms`, `conforms but for known failures`, `does not conform` or `could not be judged`.
+      verdict: `conforms`, `conforms but for known failures`, `conforms in what was called`, `does not conform` or
+        `could not be judged`.
       reason: why it could not be judged, or why the run ended early; empty otherwise.
       findings: the causes of its failures, the most telling first.
       records: every judgement of the run.
@@ -50,7 +51,7 @@ class Report:
 
     @property
     def conforms(self) -> bool:
-        """Return whether the kernel was judged, and nothing but known failures is wrong."""
+        """Return whether the kernel was judged with all its operands, and nothing but known failures is wrong."""
         return self.verdict in (conformity.CONFORMS, conformity.KNOWN_FAILURES)
 
     @property
@@ -120,12 +121,12 @@ class Report:
 def build_report(name: str, result: SessionResult) -> Report:
     """Build the report of a session that judged one kernel."""
     reason = result.reason if result.how != COMPLETE else ""
+    found = {one.conformity for one in result.summary.implementations}
     if result.exit_code == 0:
-        implementations = result.summary.implementations
-        known = any(one.conformity == conformity.KNOWN_FAILURES for one in implementations)
-        verdict = conformity.KNOWN_FAILURES if known else conformity.CONFORMS
+        verdict = conformity.KNOWN_FAILURES if conformity.KNOWN_FAILURES in found else conformity.CONFORMS
     elif result.exit_code == 1 or result.reason == FIRST_FAILURE:
-        verdict = conformity.DOES_NOT_CONFORM
+        is_in_part = found & conformity.WRONG == {conformity.IN_PART}
+        verdict = conformity.IN_PART if is_in_part else conformity.DOES_NOT_CONFORM
     else:
         verdict = conformity.NOT_JUDGED
         reason = reason or next((x.reason for x in result.summary.implementations if x.reason), "nothing was judged")

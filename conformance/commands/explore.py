@@ -22,6 +22,7 @@ from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
 from reports import terminal
+from reports.conformity import WRONG
 from reports.page_model import build_summary
 from reports.records import COMPLETE, FAILED, INTERRUPTED, RED
 
@@ -107,7 +108,8 @@ def explore(arguments: argparse.Namespace) -> int:
         Console().print(note, highlight=False, markup=False, soft_wrap=True)
     print("".join(f"{line}\n" for line in run_annotations.annotate_run(judged)), end="")
     is_judged = bool(found.judged) and not found.interrupted
-    return choose_exit_code(is_wrong=found.failing is not None or bool(excess), is_judged=is_judged)
+    is_wrong = found.failing is not None or bool(excess) or any(x.conformity in WRONG for x in summary.implementations)
+    return choose_exit_code(is_wrong=is_wrong, is_judged=is_judged)
 
 
 def _end_journal(journal: Journal, reason: str) -> CannotJudge:

@@ -17,7 +17,7 @@ from conformance.session import input_files
 from conformance.session.failures import CannotJudge, choose_exit_code
 from conformance.session.run_outputs import check_writable, write_summary
 from reports import findings_document, html_page, markdown_summary, output_files, speed_page, terminal
-from reports.conformity import DOES_NOT_CONFORM
+from reports.conformity import WRONG
 from reports.output_files import TABLE
 from reports.page_model import Summary, build_summary
 from reports.records import UNJUDGED, RecordedRun, serialize_strict_json
@@ -72,7 +72,7 @@ def render_report(arguments: argparse.Namespace) -> int:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not arguments.gate:
         return 0
-    is_wrong = any(one.conformity == DOES_NOT_CONFORM for one in summary.implementations)
+    is_wrong = any(one.conformity in WRONG for one in summary.implementations)
     return choose_exit_code(is_wrong=is_wrong, is_judged=not missing)
 
 

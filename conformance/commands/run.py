@@ -14,7 +14,7 @@ from conformance.commands.progress_display import RunProgress
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
 from conformance.session.job_judging import FIRST_FAILURE
-from conformance.session.planned_run import PlannedRun, describe_plan, load_resumed, plan_jobs
+from conformance.session.planned_run import PlannedRun, describe_plan, describe_unasked, load_resumed, plan_jobs
 from conformance.session.resolved_run import resolve_run
 from conformance.session.run_annotations import annotate_run
 from conformance.session.run_result import SessionResult, compare_with_baseline
@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     def say(line: str) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
-    say(describe_plan(planned))
+    for line in (describe_plan(planned), *describe_unasked(planned.resolved.implementations)):
+        say(line)
     result = run_planned(planned, lambda total, finished: RunProgress(total, console, finished), say)
     if result.reason == FIRST_FAILURE:
         console.print(result.reason, style="yellow", soft_wrap=True)

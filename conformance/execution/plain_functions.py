@@ -14,15 +14,17 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from cases.case import OPT_IN, Case
 from cases.masks.mask_functions import MaskFunction
+from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.operand_values import draw_problem
+from cases.parameter_names import is_tuning
 from cases.quantization import PAGES_HOLD
 from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
@@ -60,7 +62,7 @@ def build_implementation(
 
     Raises:
       NotAnAttentionFunction: if its signature cannot take q, k and v (or those of its storage form), or has a required
-        parameter that the harness does not know.
+        parameter that the harness does not know. Also if it declares to ignore what is no such parameter.
     """
     signature = _get_signature(function, name)
     form = _find_storage_form(signature, name)
@@ -70,8 +72,12 @@ def build_implementation(
     if writes:
         known = plain_storage.list_writer_options(signature)
     parameters = _find_options(signature, name, known, operands)
-    others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
+    others = _list_others(signature, len(operands), parameters)
     declaration = get_declaration(function)
+    if wrong := [one for one in declaration.ignores if one not in others]:
+        hint = suggest_or_list(wrong[0], others)
+        raise NotAnAttentionFunction(f"{name} ignores {wrong[0]!r}, which is no parameter that gets nothing{hint}")
+    settled = {*declaration.ignores, *_list_bound_arguments(function)}
     if products is not None:
         declaration = dataclasses.replace(declaration, products=products)
     if "soft_cap" not in parameters:  # the cap is the last step of `score_mod`, which comes after the bias
@@ -140,6 +146,7 @@ def build_implementation(
         writes_pages=writes,
         refuses_by_signature=True,
         conventions=list_declared(declaration, Conventions),
+        unasked=tuple(one for one in others if one not in settled and not is_tuning(one)),
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
@@ -233,6 +240,23 @@ def _get_signature(function: Callable[..., Any], name: str) -> inspect.Signature
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
+
+
+def _list_others(signature: inspect.Signature, count: int, options: Collection[str]) -> tuple[str, ...]:
+    """List the named parameters of a function besides its operands, the first `count`, and these options."""
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    operands = [p.name for p in named if p.kind is not p.KEYWORD_ONLY][:count]
+    return tuple(p.name for p in named if p.name not in (*operands, *options))
+
+
+def _list_bound_arguments(function: Callable[..., Any]) -> list[str]:
+    """List the keywords to which `functools.partial` gives values, also where a decorator wraps the partial object."""
+    bound: list[str] = []
+    inner: Any = function
+    while inner is not None:
+        bound += inner.keywords if isinstance(inner, functools.partial) else ()
+        inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
+    return bound
 
 
 def _strip_annotations(signature: inspect.Signature) -> inspect.Signature:

@@ -15,16 +15,20 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, MaskFunction, Window, has_formula, list_conjuncts
 from cases.moba_mask import Moba, depends_on_data
+from cases.parameter_names import find_operand
 from cases.storage_forms.form_registry import FORMS
 from conformance.execution import plain_storage
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.declarations import CausalFrom, OpenSide
 from impls.contract.implementation import Lowering
 
+_PARAMETER_OF = {Causal: ("causal", "causal"), Window: ("window", "window"), Lengths: ("lengths", "kv_lengths")}
+"""The feature and the parameter of a plain function for each mask that has a parameter besides `mask`."""
+
 
 def suggest_parameters(name: str, others: Iterable[str]) -> str:
-    """Return a hint that names parameters whose names contain `name`, such as `is_causal` for `causal`; else ""."""
-    alike = [repr(other) for other in others if name in other]
+    """Return a hint that names parameters like `name`, such as `is_causal` for `causal`; "" if there are none."""
+    alike = [repr(other) for other in others if name in other or find_operand(other) == name]
     return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
 
 
@@ -58,17 +62,24 @@ class PlainSupport:
         if case.mask == "full" or ("mask" in self.parameters and not is_chosen):
             return None
         mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, _, left = _split_mask(mask, self.parameters, _compute_offset(self.causal, case.q_length, case.kv_length))
+        first = _compute_offset(self.causal, case.q_length, case.kv_length)
+        _, _, left = _split_mask(mask, self.parameters, first)
         if left is None or ("mask" in self.parameters and not depends_on_data(left)):
             return None
         if is_chosen:
             return "moba: the chunks do not begin where the function aligns queries, or beside another mask"
-        kind = mask_spec.list_mask_features(case.mask)[0]
-        alike = suggest_parameters(kind, self.others) or suggest_parameters("mask", self.others)
+        part = next(iter(list_conjuncts(left)))
+        kind, wanted = _PARAMETER_OF.get(type(part), (mask_spec.list_mask_features(case.mask)[0], ""))
+        if isinstance(part, Causal | Window) and wanted in self.parameters and part.offset != first:
+            ends = {0: "start", case.kv_length - case.q_length: "end"}
+            where = f"at the {ends[part.offset]}" if part.offset in ends else "at neither end"
+            return f"{kind}: {where}, and the function declares it at the {self.causal}"
+        lacking = [name for name in (wanted, "mask") if name and name not in self.parameters]
+        alike = suggest_parameters(wanted or kind, self.others) or suggest_parameters("mask", self.others)
         said = (
             "mask_mod takes a formula of indices, this mask is an array, and " if "mask_mod" in self.parameters else ""
         )
-        return f"{kind}: {said}the function has no parameter 'mask'{alike}"
+        return f"{kind}: {said}the function has no parameter {' or '.join(map(repr, lacking))}{alike}"
 
 
 def replace_open_sides(lower: Lowering, open_side: OpenSide) -> Lowering:

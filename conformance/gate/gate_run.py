@@ -22,13 +22,14 @@ from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner, build_changed_file_records
 from conformance.session.failures import CannotJudge
 from conformance.session.job_judging import open_journal
-from conformance.session.planned_run import PlannedRun, find_number, load_resumed, select_jobs
+from conformance.session.planned_run import PlannedRun, describe_unasked, find_number, load_resumed, select_jobs
 from conformance.session.process_setup import isolate_settings
 from conformance.session.resolved_run import create_runner
 from conformance.session.run_outputs import check_outputs, find_step_summary
 from conformance.session.run_result import FollowedUp, finish_run, follow_up_run, merge_runs
 from conformance.session.run_spec import RunSpec
 from impls.contract.implementation import Implementation
+from reports.conformity import describe_uncalled
 from reports.page_model import Summary, build_summary
 from reports.records import End, Record, RecordedRun, Run, serialize_recorded_run
 
@@ -243,7 +244,7 @@ class SuiteRun:
             result = finish_run(self._planned, self._journal, how, reason, followed)
             failures = _describe_failures([*result.stale, *result.flag_excess])
             recorded, found, summary = result.recorded, result.records, result.summary
-            notes = self._planned.notes
+            notes = [*self._planned.notes, *describe_unasked(self._planned.resolved.implementations)]
         else:
             excess = flag_share.find_excess(self._list_records())
             recorded = self._build_recorded_run(how, reason, excess)
@@ -255,6 +256,7 @@ class SuiteRun:
         is_whole = len(recorded.done) == len(self.run.jobs)
         if is_whole and (sentence := find_missing_judgements(found)):
             failures["something_is_judged"] = sentence
+        failures |= describe_uncalled(summary.implementations)
         return SuiteResult(recorded=recorded, records=found, summary=summary, failures=failures, said=said, notes=notes)
 
     def _list_records(self) -> list[Record]:

@@ -98,6 +98,7 @@ def aggregate_runs(
         declared={
             name: list(kernel.asks_less) for name, _, kernel in kernels if kernel is not None and kernel.asks_less
         },
+        unasked={name: kernel.unasked for name, _, kernel in kernels if kernel is not None and kernel.unasked},
         few_blocks={
             name: words
             for name, group, kernel in kernels

@@ -14,6 +14,7 @@ import jax
 import msgspec
 
 from cases.name_suggestions import suggest_query
+from cases.parameter_names import name_parameters
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.judging import provenance, run_plan
@@ -24,6 +25,7 @@ from conformance.judging.run_plan import Plan
 from conformance.session.failures import CannotJudge
 from conformance.session.project_lookup import parse_case, select_problem_cases
 from conformance.session.resolved_run import ResolvedRun
+from impls.contract.implementation import Implementation
 from reports import text_format
 from reports.records import Record, Run, read_runs
 
@@ -78,6 +80,15 @@ class PlannedRun:
     def notes(self) -> list[str]:
         """Lines for the user about the run."""
         return [*self.resolved.notes, *([describe_resumed_jobs(len(self.finished))] if self.finished else [])]
+
+
+def describe_unasked(implementations: Sequence[Implementation]) -> list[str]:
+    """Describe, in a line for each implementation that has any, the parameters to which the run passes nothing."""
+    return [
+        f"{one.name} has parameters to which nothing is passed: {name_parameters(one.unasked)}"
+        for one in implementations
+        if one.unasked
+    ]
 
 
 def plan_jobs(resolved: ResolvedRun) -> PlannedRun:

@@ -216,7 +216,7 @@ def merge_runs(
 def compute_exit_code(
     records: Sequence[Record], implementations: Sequence[Implementation], how: str, *, lacks_platform: bool
 ) -> int:
-    """Return 0 if all implementations conform, 1 if one does not, 2 if one could not be judged.
+    """Return 0 if all implementations conform, 1 if one does not or only in part, 2 if one could not be judged.
 
     An implementation whose accelerator this machine lacks counts only if some check judged it all the same, or if no
     other implementation counts.
@@ -226,8 +226,8 @@ def compute_exit_code(
     judged = {record.implementation for record in records if record.verdict in JUDGED}
     present = [each for each in implementations if each.accelerator.absent is None or each.name in judged]
     standings = {
-        conformity.compute_conformity([record for record in records if record.implementation == each.name])
+        conformity.compute_conformity([r for r in records if r.implementation == each.name], each.unasked)
         for each in present or implementations
     }
     is_judged = not lacks_platform and how == COMPLETE and conformity.NOT_JUDGED not in standings
-    return choose_exit_code(is_wrong=conformity.DOES_NOT_CONFORM in standings, is_judged=is_judged)
+    return choose_exit_code(is_wrong=bool(conformity.WRONG & standings), is_judged=is_judged)

@@ -225,6 +225,12 @@ class Conventions:
         loosens="cases with such sequences are unsupported; so are tables with unused entries, for a function "
         "without `num_seqs`",
     )
+    ignores: Collection[str] = declared(
+        (),
+        'the parameters, such as `("window_size",)`, that never get a value and need none to be judged: their '
+        "defaults are all that is used",
+        loosens="what these parameters do is not judged, and the verdict does not count them as never called",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +294,7 @@ class Declarations(TypedDict, total=False):
     open_sides: OpenSide
     negative_ids: NegativeIds
     empty_sequences: bool
+    ignores: Collection[str]
     differentiable_residuals: bool
     gradients: Collection[str] | None
     unsupported: Mapping[str, str] | None

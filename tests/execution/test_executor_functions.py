@@ -101,7 +101,10 @@ def test_what_is_no_formula_arrives_as_booleans() -> None:
         (("mask_mod",), "full/seg", "segment_ids: the function has no parameter 'segment_ids'"),
         (("mask_mod",), "full/softcap2", "soft_cap: the function has no parameter 'soft_cap'"),
         (("mask_mod",), "full/score-rows", "score_mod: the function has no parameter 'score_mod'"),
-        (("score_mod",), "causal-o8", "causal: the function has no parameter 'mask'"),
+        (("score_mod",), "causal-o8", "causal: the function has no parameter 'causal' or 'mask'"),
+        (("causal",), "causal-o8_and_lengths-5-24", "causal: at the end, and the function declares it at the start"),
+        (("causal",), "causal_and_lengths-5-24", "lengths: the function has no parameter 'kv_lengths' or 'mask'"),
+        (("window",), "window-l3-r0_and_window-l9-r2", "window: the function has no parameter 'mask'"),
         (("score_mod",), "full/alibi", "alibi_slopes: the function has no parameter 'alibi_slopes'"),
     ],
 )

@@ -27,6 +27,7 @@ FULL = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 WINDOW = "train/f32/B1.T16.S16.N2.K2.H16.V16/window-l4-r0/normal/s0"
 CHUNKED = "train/f32/B1.T16.S16.N2.K2.H16.V16/chunked-8/normal/s0"
+LACKING = {CAUSAL: "'causal' or 'mask'", WINDOW: "'window' or 'mask'", CHUNKED: "'mask'"}
 
 
 def judge(function: Callable[..., Any], case: str, *checks: str) -> list[Record]:
@@ -93,7 +94,7 @@ def test_the_signature_says_what_is_supported(
     for case in declined:
         (found,) = judge(function, case)
         assert found.verdict == UNSUPPORTED
-        assert "has no parameter 'mask'" in found.reason
+        assert found.reason.endswith(f"has no parameter {LACKING[case]}")
 
 
 def test_a_parameter_of_another_name_is_told_beside_the_one_that_is_missing() -> None:
@@ -108,9 +109,8 @@ def test_a_parameter_of_another_name_is_told_beside_the_one_that_is_missing() ->
     causal, chunked = (
         implementation.supports(parse_case_id(f"{shape}/{mask}/normal/s0")) for mask in ("causal", "chunked-4")
     )
-    without = "the function has no parameter 'mask' (nothing is passed to its"
-    assert causal == f"causal: {without} 'is_causal')"
-    assert chunked == f"chunked: {without} 'attn_mask')"
+    assert causal == "causal: the function has no parameter 'causal' or 'mask' (nothing is passed to its 'is_causal')"
+    assert chunked == "chunked: the function has no parameter 'mask' (nothing is passed to its 'attn_mask')"
 
 
 def test_declined_features_name_the_missing_parameter() -> None:
@@ -277,9 +277,10 @@ def test_where_queries_stand_is_declared() -> None:
     assert not conforms(declare(causal="start")(records), f"{shape}/causal/normal/s0")
     only_end = build_implementation(declare(causal="end")(functools.partial(only_causal)), "kernel")
     assert only_end.supports(parse_case_id(f"{shape}/causal-o8/normal/s0")) is None
-    assert (
-        only_end.supports(parse_case_id(f"{shape}/causal/normal/s0")) == "causal: the function has no parameter 'mask'"
-    )
+    reasons = [only_end.supports(parse_case_id(f"{shape}/causal{offset}/normal/s0")) for offset in ("", "-o3")]
+    assert reasons == [
+        f"causal: {where}, and the function declares it at the end" for where in ("at the start", "at neither end")
+    ]
 
 
 def test_logits_in_f16_are_not_asked_for_what_f16_does_not_hold() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 from collections.abc import Callable
 
@@ -52,6 +53,31 @@ Render = Callable[[list[Record], RunInfo], str]
 )
 def test_conformity(verdicts: list[str], expected: str) -> None:
     assert conformity.compute_conformity([make_record(verdict=verdict) for verdict in verdicts]) == expected
+
+
+@pytest.mark.parametrize(
+    ("verdict", "unasked", "expected"),
+    [
+        (PASS, ("window_size", "seed"), conformity.IN_PART),
+        (EXPECTED_FAIL, ("window_size",), conformity.IN_PART),
+        (PASS, ("seed",), conformity.CONFORMS),
+        (FAIL, ("window_size",), conformity.DOES_NOT_CONFORM),
+        (UNJUDGED, ("window_size",), conformity.NOT_JUDGED),
+    ],
+)
+def test_with_an_operand_that_was_never_called_it_conforms_in_part(
+    verdict: str, unasked: tuple[str, ...], expected: str
+) -> None:
+    assert conformity.compute_conformity([make_record(verdict=verdict)], unasked) == expected
+
+
+@RENDERERS
+def test_every_report_names_what_was_never_called(render: Render) -> None:
+    found = [make_record(), make_record(check="gradients", verdict=EXPECTED_FAIL)]
+    info = make_run_info(unasked={found[0].implementation: ("window_size", "seed")})
+    text = html.unescape(" ".join(render(found, info).split()))
+    for part in ("conforms in what was called but for known failures, with nothing passed to", "; never called:"):
+        assert part in text
 
 
 def test_the_terminal_says_why_nothing_could_be_judged() -> None:
