@@ -22,7 +22,7 @@ MAX_TEXT = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """What a kernel's process sends once it has loaded the kernel, with the files that it has read so far."""
+    """The message of a kernel's process once it has loaded the kernel, with the files that it has read so far."""
 
     declared: Mapping[str, Any]  # the kernel's declarations, as plain data (`declaration_codec`)
     backend: str  # the JAX backend of the kernel's process

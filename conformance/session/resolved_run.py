@@ -30,7 +30,7 @@ from reports.records import Record
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Caller:
-    """What the caller of a run sets besides the options that users write.
+    """The settings that the caller of a run makes besides the options that users write.
 
     Attributes:
       implementations: the implementations to judge, in place of those that the options name. They run in this process.

@@ -30,7 +30,7 @@ from reports.records import COMPLETE, FAILED, JUDGED, RED, Record, RecordedRun, 
 
 @dataclasses.dataclass(frozen=True)
 class FollowedUp:
-    """What was done after judging.
+    """The outcome of following up on a run.
 
     Attributes:
       is_diagnosed: whether failing kernels were compared with planted bugs.
