@@ -29,7 +29,7 @@ from conformance.check_api.scopes import (
 )
 from conformance.extensions import load_attribute
 
-if TYPE_CHECKING:  # they load JAX, and reports need only the names, scopes and questions of checks
+if TYPE_CHECKING:  # they load JAX, and reports need only the names, scopes and descriptions of checks
     from conformance.check_api.judgement import Judgement
     from conformance.check_api.subject import Subject
 

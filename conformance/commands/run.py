@@ -14,12 +14,11 @@ from conformance.commands.progress_display import RunProgress
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
 from conformance.session.job_judging import FIRST_FAILURE
-from conformance.session.planned_run import PlannedRun, describe_plan, describe_unasked, load_resumed, plan_jobs
-from conformance.session.resolved_run import resolve_run
+from conformance.session.planned_run import PlannedRun, describe_plan, describe_unasked
 from conformance.session.run_annotations import annotate_run
 from conformance.session.run_result import SessionResult, compare_with_baseline
 from conformance.session.run_spec import RunSpec, build_spec, draw_seeds, read_query, says_what_to_judge
-from conformance.session.session import run_planned
+from conformance.session.session import plan_session, run_planned
 from reports import changes_page, terminal
 from reports.records import FAILED
 
@@ -27,7 +26,7 @@ from reports.records import FAILED
 def run(arguments: argparse.Namespace) -> int:
     """Judge and report; return 0 if all implementations conform, 1 if not, 2 if they could not be judged."""
     options, notes = build_options(arguments)
-    planned = load_resumed(plan_jobs(resolve_run(options)))
+    planned = plan_session(options)
     console = Console(stderr=True, markup=False)  # names may look like rich's markup
 
     def say(line: str) -> None:

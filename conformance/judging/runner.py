@@ -43,7 +43,7 @@ _CLEAR_EVERY = 60
 # Checks that can judge an accelerator's kernel on a machine without the accelerator, by compiling or interpreting it.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
 # Checks that differentiate one of the two calls (with or without residuals), the one that `Subchecks` names.
-_ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
+_ONE_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 # Import the functions of the checks now: before code of a kernel runs, and in the server that forks processes.
 _CHECK_FUNCTIONS = [check.run for check in CHECKS]
 
@@ -222,7 +222,7 @@ def format_reproduction(subject: Subject, check: str) -> str:
     )
     return (
         f"{command} --pullback={subject.selection.pullbacks[0]}"
-        if is_residual_pullback and check in _ROTATED_PULLBACK_CHECKS
+        if is_residual_pullback and check in _ONE_PULLBACK_CHECKS
         else command
     )
 

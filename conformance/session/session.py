@@ -41,6 +41,21 @@ from conformance.session.run_spec import RunSpec
 from reports.records import COMPLETE, FAILED
 
 
+def plan_session(spec: RunSpec, caller: Caller = COMMAND_LINE) -> PlannedRun:
+    """Resolve the options of a run, plan its jobs, and take over those of a resumed file.
+
+    Raises:
+      CannotJudge: if the run is not possible; the message is one line.
+    """
+    resolved = resolve_run(spec, caller)
+    try:
+        return load_resumed(plan_jobs(resolved))
+    except CannotJudge:
+        if resolved.remote is not None:
+            resolved.remote.close()
+        raise
+
+
 def run_planned(
     planned: PlannedRun, show_progress: ShowProgress = show_no_progress, say: Say = say_nothing
 ) -> SessionResult:
@@ -98,7 +113,7 @@ def run_session(
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                planned = load_resumed(plan_jobs(resolve_run(spec, caller)))
+                planned = plan_session(spec, caller)
             return compare_with_baseline(planned.resolved, run_planned(planned, show_progress, say))
         finally:
             kernel_process.end_all_processes()

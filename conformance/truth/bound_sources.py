@@ -57,7 +57,7 @@ _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of th
 
 @dataclasses.dataclass(frozen=True)
 class Resemblance:
-    """Which sources an error resembles."""
+    """The rounding sources that an error resembles."""
 
     sources: tuple[str, ...]  # names of the sources, the best first
     # Typical quotient of the errors and the best source's term. For random errors, it is the root mean square of normal

@@ -20,7 +20,7 @@ from reports.records import Worst
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far a result is from the oracle, in units of its error bound."""
+    """The distance of a result from the oracle, in units of its error bound."""
 
     ratio: float  # the largest `|got - expected| / bound` of the judged elements
     rms: float  # the root mean square of these ratios
