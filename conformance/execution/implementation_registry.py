@@ -96,16 +96,24 @@ def _find_implementation(name: str, products: Products | None, problem: str | No
             f"unknown implementation {name!r}: registered are {', '.join(list_implementations())}; "
             f"your own is named module:attribute or file.py:attribute{suggest_name(name, list_implementations())}"
         )
-    source, _, attribute = name.rpartition(":")
-    if source == _LIBRARY:
+    if name.startswith(f"{_LIBRARY}:"):
         return _load_library_function(name, products, problem)
+    return _build_implementation(load_attribute(name), name, products, problem)
+
+
+def load_attribute(name: str) -> Any:
+    """Load what `module:attribute` or `file.py:attribute` names; attributes may have dots. Raises `ImplementationNotFound`."""
+    source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
     module = _load_file(source) if source.endswith(".py") else _import_users_module(source)
-    if not hasattr(module, attribute):
-        missing = f"{source} has no attribute {attribute!r}{suggest_name(attribute, dir(module))}"
-        raise ImplementationNotFound(packages.find_hidden_module(source) or missing)
-    return _build_implementation(getattr(module, attribute), name, products, problem)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            missing = f"{source} has no attribute {attribute!r}{suggest_name(part, dir(found))}"
+            raise ImplementationNotFound(packages.find_hidden_module(source) or missing)
+        found = getattr(found, part)
+    return found
 
 
 def is_builtin(name: str) -> bool:

@@ -1,0 +1,164 @@
+"""Call adapters on small cases, and compare the results with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import linecache
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cases.case import Case
+from cases.operand_values import Problem, draw_cotangent, draw_problem
+from conformance.adaptation.recipe import Recipe, load_adapter
+from conformance.execution import kernel_errors
+from conformance.execution.executor import Executor
+from conformance.execution.plain_functions import build_implementation
+from conformance.truth.comparison import compare
+from conformance.truth.declared_formulas import compute_declared_expectation
+from conformance.truth.rounding_bounds import Bounded, Expectation
+from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.implementation import Implementation
+
+APART = 100.0
+"""Another reading is told apart if its results are at least this many bounds away."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call of an adapter on a case gave.
+
+    Attributes:
+      ratios: the largest distance from the oracle of each result, in bounds; infinite for a wrong shape or NaN.
+      error: the exception that the call raised, in one line; empty if it returned.
+      is_refusal: whether the function's own code raised the exception by a `raise` or an `assert`.
+      unsupported: why the adapter does not support the case; empty if it does.
+    """
+
+    ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    is_refusal: bool = False
+    unsupported: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The largest ratio; infinite if there is none."""
+        return max(self.ratios.values(), default=math.inf)
+
+    @property
+    def passes(self) -> bool:
+        """Whether every result is within its limit."""
+        return bool(self.ratios) and self.ratio <= _get_limit()
+
+
+@functools.cache
+def _get_limit() -> float:
+    return max(limit.ratio for limit in load_default_tolerances().limits.values())
+
+
+class Prober:
+    """Calls adapters, and remembers what the oracle computed.
+
+    Attributes:
+      calls: how many calls were made.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda line: None, seconds: float = 60.0) -> None:
+        self.calls = 0
+        self.say = say
+        self._end = time.monotonic() + seconds
+        self._expectations: dict[Any, Expectation] = {}
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the time for probing is over; then no further question is asked."""
+        return time.monotonic() > self._end
+
+    def probe(self, recipe: Recipe, case: Case, results: str = "out") -> Outcome:
+        """Call an adapter on a case and compare the results with the oracle, by what the recipe declares.
+
+        Args:
+          results: `"out"`, `"residuals"` for it and the residuals, `"gradients"` for it and the gradients, or
+            `"gradients_lse"` for those of both.
+        """
+        try:
+            implementation = build_implementation(load_adapter(recipe), recipe.target.name)
+        except Exception as error:
+            return Outcome(error=kernel_errors.describe_kernel_error(error))
+        if (reason := implementation.supports(case)) is not None:
+            return Outcome(unsupported=reason)
+        return self.judge(implementation, case, results)
+
+    def judge(self, implementation: Implementation, case: Case, results: str = "out") -> Outcome:
+        """Call an implementation on a case and compare the results with the oracle."""
+        self.calls += 1
+        problem = draw_problem(case)
+        cotangents = (draw_cotangent(case),) if results.startswith("gradients") else ()
+        if results == "gradients":
+            cotangents = tuple(dataclasses.replace(one, logsumexp=None) for one in cotangents)
+        if results == "poison":
+            dead = problem.dead_keys[..., None]
+            problem = dataclasses.replace(problem, k=np.where(dead, np.nan, problem.k).astype(problem.k.dtype))
+            problem = dataclasses.replace(problem, v=np.where(dead, np.nan, problem.v).astype(problem.v.dtype))
+        executor = Executor(implementation)
+        try:
+            if results in ("out", "poison"):
+                got = executor.forward(problem).values
+            elif results == "residuals":
+                got = executor.residuals(problem).values
+            elif results == "gradients":
+                got = executor.gradients(problem, cotangents[0]).values
+            else:
+                got = executor.gradients_lse(problem, cotangents[0]).values
+        except Exception as error:
+            return Outcome(error=kernel_errors.describe_kernel_error(error), is_refusal=is_refusal(error))
+        expected = self.expect(implementation, case, problem, cotangents)
+        ratios = {}
+        for name, value in got.items():
+            bounded = self._find_bounded(expected, name)
+            if bounded is not None:
+                ratios[name] = compare(value, bounded).ratio
+        return Outcome(ratios)
+
+    def expect(self, implementation: Implementation, case: Case, problem: Problem, cotangents: Any) -> Expectation:
+        """Compute the oracle's results and bounds under what an implementation declares."""
+        key = (case, implementation.arithmetic, implementation.formulas, implementation.empty_rows, bool(cotangents))
+        key = (*key, bool(cotangents) and cotangents[0].logsumexp is not None)
+        if key not in self._expectations:
+            self._expectations[key] = compute_declared_expectation(
+                problem,
+                implementation.arithmetic,
+                implementation.formulas,
+                cotangents,
+                empty_rows="mean" if implementation.empty_rows == "mean" else "zero",
+            )
+        return self._expectations[key]
+
+    @staticmethod
+    def _find_bounded(expected: Expectation, name: str) -> Bounded | None:
+        if name in expected.forward:
+            return expected.forward[name]
+        return expected.gradients[0].get(name) if expected.gradients else None
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether the function refused the call itself: a `raise` or an `assert` of its code, not of JAX's."""
+    if isinstance(error, NotImplementedError):
+        return True
+    if type(error).__module__.partition(".")[0] in ("jaxtyping", "beartype"):
+        return True
+    place = kernel_errors.find_place(error)
+    return place is not None and linecache.getline(place.file, place.line).lstrip().startswith(("raise", "assert"))
+
+
+def trace(function: Callable[..., Any], *operands: Any) -> Any:
+    """Trace a function abstractly. Returns the shapes and dtypes of its result, or the exception that it raised."""
+    try:
+        return jax.eval_shape(function, *operands)
+    except Exception as error:
+        return error

@@ -1,0 +1,744 @@
+"""Ask what a function computes, one question after another, and collect the answers in a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.case import Case
+from cases.masks import Causal, Full
+from cases.operand_values import DTYPES, draw_problem
+from cases.parameter_names import is_tuning
+from conformance.adaptation import encodings
+from conformance.adaptation.encodings import Encoding
+from conformance.adaptation.program_arithmetic import read_arithmetic
+from conformance.adaptation.probing import APART, Outcome, Prober, is_refusal
+from conformance.adaptation.recipe import LAYOUTS, Layout, Recipe, load_adapter
+from conformance.adaptation.target import CannotAdapt, Target
+from conformance.execution import kernel_errors
+from conformance.truth.comparison import compare
+from conformance.truth.rounding_bounds import compute_expectation
+from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.declarations import Arithmetic
+
+NONE_OF_THESE = "none of these"
+CANNOT_TELL = "cannot be told apart"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to one question.
+
+    Attributes:
+      question: what was asked, such as `window_size`.
+      answer: what was found out.
+      evidence: how far the answer's result is from the oracle, in bounds, and how far that of the next best reading.
+      open: what people have to answer before the answer counts as meant; empty if nothing else would explain it.
+    """
+
+    question: str
+    answer: str
+    evidence: str = ""
+    open: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Sizes of the cases that are asked about, all different so that no two axes are confused."""
+
+    batch: int
+    heads: int
+    q_length: int
+    kv_length: int
+    depth: int
+
+    def build_case(self, **changes: Any) -> Case:
+        """Build a case of these sizes with as many key heads as query heads, in f32."""
+        sizes: dict[str, Any] = {
+            "batch": self.batch,
+            "num_q_heads": self.heads,
+            "num_kv_heads": self.heads,
+            "q_length": self.q_length,
+            "kv_length": self.kv_length,
+            "head_dim": self.depth,
+            "v_head_dim": self.depth,
+        }
+        return Case(**{**sizes, **changes})
+
+
+SIZES = (
+    Size(2, 3, 12, 20, 16),
+    Size(2, 3, 12, 12, 16),
+    Size(2, 3, 64, 128, 64),
+    Size(2, 3, 128, 128, 64),
+    Size(2, 4, 128, 256, 128),
+    Size(2, 4, 256, 256, 128),
+)
+"""Sizes to try, the cheapest first: kernels may demand multiples of 8, 64 or 128, and equal lengths."""
+
+
+class Interview:
+    """Asks questions about one function.
+
+    Attributes:
+      recipe: what is known so far.
+      answers: the answers so far.
+    """
+
+    def __init__(self, target: Target, prober: Prober, on_answer: Callable[[Answer], None] = lambda answer: None) -> None:
+        self.target = target
+        self.prober = prober
+        self.recipe = Recipe(target)
+        self.answers: list[Answer] = []
+        self._on_answer = on_answer
+        self._size = SIZES[0]
+        self._dtype = "f32"
+
+    def add_answer(self, question: str, answer: str, evidence: str = "", open: str = "") -> None:
+        """Note an answer."""
+        self.answers.append(Answer(question, answer, evidence, open))
+        self._on_answer(self.answers[-1])
+
+    def ask_all(self) -> None:
+        """Ask all questions. Raises `CannotAdapt` if no call of the function returns something like attention."""
+        self.ask_base_call()
+        for operand in encodings.OPERANDS:
+            self.ask_operand(operand)
+        for ask in (
+            self.ask_residuals,
+            self.ask_heads,
+            self.ask_lengths,
+            self.ask_dtypes,
+            self.ask_cap_order,
+            self.ask_gradients,
+            self.ask_empty_rows,
+            self.ask_hidden_memory,
+            self.ask_arithmetic,
+            self.ask_unpassed,
+        ):
+            if self.prober.is_out_of_time:
+                self.add_answer("further questions", "not asked: the time is over")
+                return
+            ask()
+
+    def case(self, **changes: Any) -> Case:
+        """Build a case of the sizes and dtype that the function was found to take."""
+        return self._size.build_case(**{"dtype": self._dtype, "mask": self.get_mask(), **changes})
+
+    def get_mask(self) -> str:
+        """Return the mask of a plain call: none, or causal for a function that is always causal."""
+        return self.align("causal") if self.recipe.is_causal else "full"
+
+    def align(self, spec: str, size: Size | None = None) -> str:
+        """Return a mask spec with the offset of the function's declared alignment."""
+        size = self._size if size is None else size
+        offset = size.kv_length - size.q_length
+        return f"{spec}-o{offset}" if self.recipe.declarations.get("causal") == "end" and offset else spec
+
+    # The base call: layout, scale by default, causal by default.
+
+    def ask_base_call(self) -> None:
+        """Find the layout, the scale by default, and whether the function is causal by default."""
+        errors: dict[str, str] = {}
+        nearest: tuple[float, Recipe, Size, str] | None = None
+        for size, dtype in itertools.product(SIZES, ("f32", "bf16")):
+            for recipe in self._list_base_recipes():
+                found = self._try_base(recipe, size, dtype, errors)
+                if found is None:
+                    continue
+                ratio, recipe, reading = found
+                if ratio <= 4:
+                    self._accept_base(recipe, size, dtype, reading, ratio)
+                    return
+                if nearest is None or ratio < nearest[0]:
+                    nearest = (ratio, recipe, size, dtype)
+            if self.prober.is_out_of_time:
+                break
+        if nearest is None:
+            said = "; ".join(f"{layout}: {error}" for layout, error in list(errors.items())[:3])
+            raise CannotAdapt(f"no call of {self.target.name} returned a result like attention's: {said}")
+        ratio, self.recipe, self._size, self._dtype = nearest
+        self.add_answer(
+            "layout",
+            f"{self.recipe.layout.axes}, by the shape of the result alone",
+            f"{ratio:.3g} bounds from the oracle",
+            f"a call without options equals no attention that was tried ({NONE_OF_THESE}): is it wrong?",
+        )
+
+    def _list_base_recipes(self) -> Iterator[Recipe]:
+        target = self.target
+        fixed = encodings.list_fixed_values(target)
+        required = [
+            name for name in target.parameters if name not in target.operands and target.is_required(name) and name not in target.bound
+        ]
+        values = [encodings.list_required_values(target, name) for name in required]
+        setup = _list_setup(target)
+        for layout in LAYOUTS:
+            for combination in itertools.islice(itertools.product(*values), 40):
+                yield Recipe(target, layout, fixed={**fixed, **dict(zip(required, combination, strict=True))}, setup=setup)
+
+    def _try_base(
+        self, recipe: Recipe, size: Size, dtype: str, errors: dict[str, str]
+    ) -> tuple[float, Recipe, tuple[str, str]] | None:
+        """Call the function without options, and compare its result with attention of several scales and masks."""
+        case = size.build_case(dtype=dtype)
+        problem = draw_problem(case)
+        axes = recipe.layout.axes
+        try:
+            result = jax.jit(load_adapter(recipe))(*(jnp.asarray(x) for x in (problem.q, problem.k, problem.v)))
+        except Exception as error:
+            errors.setdefault(axes, kernel_errors.describe_kernel_error(error))
+            return None
+        found = find_out(result, size, axes)
+        if found is None:
+            errors.setdefault(axes, f"returned {describe_result(result)}")
+            return None
+        code, value = found
+        recipe = dataclasses.replace(recipe, out=code, plain_out=code)
+        best = (math.inf, ("", ""))
+        offset = size.kv_length - size.q_length
+        masks = {"full": Full(), "start": Causal(0), **({"end": Causal(offset)} if offset else {})}
+        for (mask, kind), scale in itertools.product(masks.items(), (None, 1.0)):
+            asked = dataclasses.replace(problem, mask=kind, scale=scale)
+            expected = compute_expectation(asked, Arithmetic(softmax="input", logits="input", scaled_q=True))
+            ratio = compare(np.asarray(value), expected.forward["out"]).ratio
+            if ratio < best[0]:
+                best = (ratio, (mask, "" if scale is None else "1"))
+        return best[0], recipe, best[1]
+
+    def _accept_base(self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float) -> None:
+        mask, scale = reading
+        self._size, self._dtype, self.recipe = size, dtype, recipe
+        evidence = f"{ratio:.2g} bounds from the oracle"
+        self.add_answer("layout", f"{recipe.layout.axes}{_describe_mapped(recipe.layout)}", evidence)
+        if value := ", ".join(f"{name}={code}" for name, code in recipe.fixed.items()):
+            self.add_answer("arguments in each call", value)
+        parameters = self.target.find_parameters("scale")
+        if scale and not parameters:
+            self.recipe = dataclasses.replace(self.recipe, scales_q=True)
+            self.add_answer(
+                "scale",
+                "none: callers multiply queries by it",
+                evidence,
+                "logits are not scaled, as in splash attention, whose callers scale q. Is that meant?",
+            )
+        elif scale and self.target.get_default(parameters[0]) != 1:
+            self.add_answer("scale by default", "1", evidence, "the scale by default is 1, not 1 / sqrt(H). Is that meant?")
+        if mask != "full" and not self.target.find_parameters("causal"):
+            self.recipe = dataclasses.replace(self.recipe, is_causal=True).lack("full", "always causal")
+            open_question = "the function is causal in every call. Is that meant?"
+            if mask == "end":
+                self.recipe = self.recipe.declare(causal="end")
+                open_question = "the function is causal in every call, last query at the last key. Is that meant?"
+            self.add_answer("mask", f"always causal, aligned at the {mask}", evidence, open_question)
+
+    # Operands.
+
+    def ask_operand(self, operand: str) -> None:
+        """Find out how the function takes an operand, if it has a parameter for it."""
+        options = encodings.list_encodings(self.target, operand)
+        if not options or self.prober.is_out_of_time:
+            return
+        name = "/".join(self.target.find_parameters(operand))
+        passing: dict[str, tuple[Encoding, Outcome]] = {}
+        ratios: dict[str, float] = {}
+        errors: list[tuple[Encoding, Outcome]] = []
+        for encoding in options:
+            if encoding.reading in passing or (encoding.is_fallback and passing):
+                continue
+            if passing and encoding.reading in ratios:
+                continue  # another form of a reading that is known to be far away
+            outcome = self._try_encoding(operand, encoding)
+            if outcome is None:
+                continue
+            if outcome.passes:
+                passing[encoding.reading] = (encoding, outcome)
+            elif outcome.ratios:
+                ratios[encoding.reading] = min(ratios.get(encoding.reading, math.inf), outcome.ratio)
+            else:
+                errors.append((encoding, outcome))
+        adoptable = {reading: one for reading, one in passing.items() if one[0].is_known}
+        if adoptable:
+            reading, (encoding, outcome) = next(iter(adoptable.items()))
+            others = [ratio for other, ratio in ratios.items() if other != reading]
+            evidence = f"{outcome.ratio:.2g} bounds from the oracle"
+            if others:
+                evidence += f"; the next best reading {min(others):.3g}"
+            asked = encoding.question
+            rivals = [one[0].says for other, one in passing.items() if other != reading and not one[0].is_fallback]
+            close = others and min(others) < APART
+            if (rivals or close) and not (operand == "causal" and self._size.q_length == self._size.kv_length):
+                asked = asked or f"{name}: {CANNOT_TELL} by these calls: {encoding.says}; {'; '.join(rivals)}"
+            self.recipe = self.recipe.add(operand, encoding)
+            self.add_answer(name, encoding.says, evidence, asked)
+            self._ask_forms(operand, encoding.gives or operand)
+            return
+        self._note_failure(operand, name, options, passing, ratios, errors)
+
+    def _try_encoding(self, operand: str, encoding: Encoding) -> Outcome | None:
+        """Call the function with the operand passed in one way; None if the adapter supports none of the cases."""
+        recipe = self.recipe.add(operand, encoding)
+        worst: Outcome | None = None
+        for changes in self._list_cases(operand, encoding, recipe):
+            outcome = self.prober.probe(recipe, self.case(**changes))
+            if outcome.unsupported or "NotImplementedError" in outcome.error[:19]:
+                continue
+            if worst is None or not outcome.ratios or outcome.ratio > worst.ratio:
+                worst = outcome
+            if not outcome.passes:
+                break
+        return worst
+
+    def _list_cases(self, operand: str, encoding: Encoding, recipe: Recipe) -> list[dict[str, Any]]:
+        """List what cases ask about an operand: changes of the fields of the plain case."""
+        aligned = _Aligner(recipe, self._size).align
+        if operand == "causal":
+            return [{"mask": aligned("causal")}, {"mask": "full"}]
+        if operand == "scale":
+            return [{"scale": 0.31}, {}]
+        if operand == "soft_cap":
+            return [{"soft_cap": 3.0}, {}]
+        if operand == "window":
+            # Windows that one number can say come last, so that it fails on none of the others.
+            sides = ("l3-r2", "linf-r2", "l3-rinf", "l3-r0", "l3-r3")
+            return [*({"mask": aligned(f"window-{one}")} for one in sides), {}]
+        if operand == "mask":
+            if encoding.gives:
+                return [{"mask": f"lengths-{self._size.kv_length}-{self._size.kv_length // 2}"}, {}]
+            return [self._find_full_mask("dense"), {}]
+        if operand == "bias":
+            return [{"bias": "bias"}, {"bias": "bias", "scale": 0.31}] if "scale" in recipe.parameters else [{"bias": "bias"}]
+        if operand == "segment_ids":
+            return [{"segments": "seg"}, {"segments": "segwild"}]
+        if operand == "kv_lengths":
+            return [{"mask": f"lengths-{self._size.kv_length}-{self._size.kv_length // 2}"}, {}]
+        if operand == "sinks":
+            return [{"sinks": True}, {}]
+        return [{"alibi": True}, {}]
+
+    def _note_failure(
+        self,
+        operand: str,
+        name: str,
+        options: list[Encoding],
+        passing: Mapping[str, tuple[Encoding, Outcome]],
+        ratios: Mapping[str, float],
+        errors: list[tuple[Encoding, Outcome]],
+    ) -> None:
+        """Note that an operand is taken in no known way; the adapter passes it in the likeliest one, to be judged."""
+        if ratios:
+            usual = next((one for one in options if one.reading in ratios and one.is_known), options[0])
+            self.recipe = self.recipe.add(operand, usual)
+            near = "; ".join(f"equals {one[0].says}, which no known library does" for one in passing.values())
+            evidence = f"at best {min(ratios.values()):.3g} bounds from the oracle"
+            asked = f"{name} has an effect that no known reading has{': ' + near if near else ''}. Is it wrong?"
+            self.add_answer(name, NONE_OF_THESE, evidence, asked)
+            return
+        if not errors:
+            self.add_answer(name, "could not be asked", "the adapter supports none of the cases")
+            return
+        encoding, outcome = errors[0]
+        if any(one.is_refusal for _, one in errors):
+            self.add_answer(name, "refused", outcome.error)
+            self.recipe = self._decline(operand, f"refuses {name}: {outcome.error}")
+            return
+        self.recipe = self.recipe.add(operand, encoding)
+        self.add_answer(name, "raises", outcome.error, f"every call with {name} raises. Is it wrong?")
+
+    def _decline(self, operand: str, reason: str) -> Recipe:
+        return self.recipe
+
+    def _ask_forms(self, operand: str, given: str) -> None:
+        """Ask which kinds of an operand the function takes: masks by head and batch row, wider biases."""
+        if operand == "mask" and given == "mask":
+            for kind, feature in (("densebatch", "dense_batch"), ("densehead", "dense_head")):
+                self._ask_feature(feature, **self._find_full_mask(kind))
+
+    def _ask_feature(self, feature: str, *, question: str = "", **changes: Any) -> Outcome:
+        """Ask whether the function takes calls with a feature, and declare it unsupported if they raise."""
+        outcome = self.prober.probe(self.recipe, self.case(**changes))
+        if outcome.unsupported or outcome.error.startswith("NotImplementedError"):
+            return outcome
+        if outcome.error:
+            reason = _shorten(outcome.error)
+            self.recipe = self.recipe.lack(feature, reason)
+            asked = "" if outcome.is_refusal else f"{question or feature}: calls raise {reason}. Is that meant?"
+            self.add_answer(feature, "refused" if outcome.is_refusal else "raises", reason, asked)
+        elif not outcome.passes:
+            self.add_answer(feature, NONE_OF_THESE, f"{outcome.ratio:.3g} bounds from the oracle", f"{feature}: results are wrong. Is that so?")
+        else:
+            self.add_answer(feature, "yes", f"{outcome.ratio:.2g} bounds from the oracle")
+        return outcome
+
+    def _find_full_mask(self, kind: str) -> dict[str, Any]:
+        """Return a drawn mask under which each query sees a key."""
+        cases = ({"mask": f"{kind}-d40", "seed": seed} for seed in range(100))
+        return next(one for one in cases if draw_problem(self.case(**one)).allowed.any(axis=-1).all())
+
+    # What comes back beside `out`.
+
+    def ask_residuals(self) -> None:
+        """Find the logsumexp and the largest logit among what the function returns, and their formulas."""
+        flags = [name for name in self.target.find_parameters("save_residuals") if not self.target.is_required(name)]
+        for flag in (*flags, ""):
+            fixed = {**self.recipe.fixed, **({flag: "True"} if flag else {})}
+            raw = dataclasses.replace(self.recipe, fixed=fixed, out="result")
+            if self._find_residuals(raw, flag):
+                return
+        if flags:
+            asked = f"{flags[0]}=True returns no logsumexp that is known. Is it one?"
+            self.add_answer("/".join(flags), NONE_OF_THESE, "", asked)
+
+    def _find_residuals(self, raw: Recipe, flag: str) -> bool:
+        case = self.case()
+        problem = draw_problem(case)
+        options = {"causal": True} if self.recipe.is_causal else {}
+        try:
+            call = functools.partial(load_adapter(raw), **options)
+            result = jax.jit(call)(*(jnp.asarray(x) for x in (problem.q, problem.k, problem.v)))
+        except Exception as error:
+            if flag:
+                self.add_answer(flag, "raises", kernel_errors.describe_kernel_error(error))
+            return False
+        found = find_out(result, self._size, self.recipe.layout.axes)
+        if found is None:
+            return False
+        expected = compute_expectation(problem, Arithmetic()).forward
+        residuals: dict[str, str] = {}
+        base_two = False
+        for code, x in _list_residual_codes(result, self._size):
+            for name in ("logsumexp", "max_logits"):
+                bounded = expected[name]
+                if name not in residuals and compare(x, bounded).ratio <= 4:
+                    residuals[name] = code
+            if "logsumexp" not in residuals:
+                two = dataclasses.replace(expected["logsumexp"], value=expected["logsumexp"].value / math.log(2))
+                if compare(x, two).ratio <= 8:
+                    residuals["logsumexp"], base_two = code, True
+        if not residuals:
+            return False
+        name = flag or "what it returns"
+        self.recipe = dataclasses.replace(self.recipe, residuals=residuals, flag=flag, out=found[0])
+        asked = ""
+        if base_two:
+            self.recipe = self.recipe.declare(logsumexp_base=2)
+            asked = "logsumexp is in base 2, as in FlashInfer. Is that meant?"
+        self.add_answer(name, f"{' and '.join(residuals)}{', in base 2' if base_two else ''}", residuals.get("logsumexp", ""), asked)
+        if "logsumexp" in residuals and "sinks" in self.recipe.parameters:
+            self._ask_declaration("logsumexp with sinks", "residuals", {"sinks": True}, logsumexp_sink=False)
+        return True
+
+    def _ask_declaration(self, question: str, results: str, changes: dict[str, Any], **declared: Any) -> None:
+        """Ask whether results are those of the contract, or those of a declaration."""
+        plain = self.prober.probe(self.recipe, self.case(**changes), results)
+        if plain.unsupported:
+            return
+        if plain.passes:
+            self.add_answer(question, "as in the contract", f"{plain.ratio:.2g} bounds from the oracle")
+            return
+        other = self.recipe.declare(**declared)
+        outcome = self.prober.probe(other, self.case(**changes), results)
+        said = ", ".join(f"{name}={value!r}" for name, value in declared.items())
+        if outcome.passes:
+            self.recipe = other
+            evidence = f"{outcome.ratio:.2g} bounds from the oracle; that of the contract {plain.ratio:.3g}"
+            self.add_answer(question, said, evidence, f"{question}: {said}. Is that meant?")
+        else:
+            error = plain.error or f"{plain.ratio:.3g} bounds from the oracle"
+            self.add_answer(question, NONE_OF_THESE if plain.ratios else "raises", error, f"{question}: results are wrong. Is that so?")
+
+    # Which calls it takes.
+
+    def ask_heads(self) -> None:
+        """Ask whether the function takes fewer key heads, and values of another depth."""
+        heads, depth = self._size.heads, self._size.depth
+        self._ask_feature("gqa", question="fewer key heads than query heads", num_q_heads=2 * heads)
+        self._ask_feature("mqa", question="one key head", num_kv_heads=1)
+        self._ask_feature("v_head_dim", question="values of another depth", v_head_dim=2 * depth)
+        if "v_head_dim" not in self.recipe.unsupported:
+            self._ask_feature("v_head_dim", question="values of a smaller depth", v_head_dim=depth // 2)
+
+    def ask_lengths(self) -> None:
+        """Ask which lengths the function takes."""
+        q_length, kv_length = self._size.q_length, self._size.kv_length
+        if q_length == kv_length:
+            self._ask_feature("unequal_lengths", question="fewer queries than keys", kv_length=2 * kv_length)
+        if "unequal_lengths" not in self.recipe.unsupported:
+            self._ask_feature(
+                "unequal_lengths",
+                question="more queries than keys",
+                q_length=2 * max(q_length, kv_length),
+                kv_length=max(q_length, kv_length),
+            )
+        mask = self.align("causal", dataclasses.replace(self._size, q_length=1)) if self.recipe.is_causal else "full"
+        self._ask_feature("decode", question="a single query", phase="decode", q_length=1, mask=mask)
+        self._ask_multiples()
+
+    def _ask_multiples(self) -> None:
+        """Find lengths that the function refuses, by tracing it."""
+
+        def takes(length: int) -> BaseException | None:
+            size = dataclasses.replace(self._size, q_length=length, kv_length=length)
+            return self._trace(size)
+
+        failed = {length: error for length in (5, 12, 72, 100, 200, 300) if (error := takes(length)) is not None}
+        if not failed:
+            self.add_answer("lengths", "any", "traced at 5, 12, 72, 100, 200 and 300")
+            return
+        length, error = next(iter(failed.items()))
+        reason = _shorten(kernel_errors.describe_kernel_error(error))
+        asked = "" if is_refusal(error) else f"lengths such as {length} raise {reason}. Is that meant?"
+        block = next((b for b in (8, 16, 32, 64, 128, 256, 512) if takes(3 * b) is None and takes(5 * b) is None), 0)
+        small = 5 not in failed
+        said = f"multiples of {block}" + (", or shorter" if small else "")
+        if block:
+            divisor = f"min({block}, n)" if small else str(block)
+            line = f"if any(n % {divisor} for n in (q.shape[1], k.shape[1])):"
+            refusal = (line, f'    raise NotImplementedError("lengths are {said}")')
+            self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *refusal))
+        elif isinstance(error, ValueError) and is_refusal(error):
+            self.recipe = self.recipe.declare(refuses="ValueError")
+        self.add_answer("lengths", said if block else f"not {length}", reason, asked)
+
+    def _trace(self, size: Size, dtype: str = "", v_depth: int = 0) -> BaseException | None:
+        """Trace a plain call of these sizes; returns the exception that it raises."""
+        kind = DTYPES[dtype or self._dtype]
+        shapes = [(size.batch, size.q_length, size.heads, size.depth), (size.batch, size.kv_length, size.heads, size.depth)]
+        shapes.append((*shapes[1][:3], v_depth or size.depth))
+        operands = [jax.ShapeDtypeStruct(shape, kind) for shape in shapes]
+        try:
+            jax.eval_shape(load_adapter(self.recipe), *operands)
+        except Exception as error:
+            return error
+        return None
+
+    def ask_dtypes(self) -> None:
+        """Ask which dtypes the function takes."""
+        for dtype in ("f32", "bf16", "f16"):
+            if dtype == self._dtype:
+                continue
+            outcome = self.prober.probe(self.recipe, self.case(dtype=dtype))
+            if outcome.error:
+                reason = _shorten(outcome.error)
+                self.recipe = self.recipe.lack(dtype, reason)
+                asked = "" if outcome.is_refusal else f"{dtype} raises {reason}. Is that meant?"
+                self.add_answer(dtype, "refused" if outcome.is_refusal else "raises", reason, asked)
+
+    def ask_cap_order(self) -> None:
+        """Ask whether the soft cap comes before or after the bias."""
+        if {"soft_cap", "bias"} <= set(self.recipe.parameters):
+            changes = {"soft_cap": 2.0, "bias": "bias"}
+            self._ask_declaration("soft cap and bias", "out", changes, soft_cap="before_bias")
+
+    # Gradients, empty rows, hidden memory, arithmetic.
+
+    def ask_gradients(self) -> None:
+        """Ask for gradients of out and of logsumexp."""
+        outcome = self.prober.probe(self.recipe, self.case(), "gradients")
+        if outcome.error:
+            reason = _shorten(outcome.error)
+            self.recipe = self.recipe.declare(gradients=())
+            asked = "" if outcome.is_refusal else f"differentiating raises {reason}. Is it meant to have no gradients?"
+            self.add_answer("gradients", "none", outcome.error, asked)
+            return
+        wrong = [name for name, ratio in outcome.ratios.items() if ratio > 4]
+        said = f"{', '.join(wrong)} wrong" if wrong else "of q, k and v"
+        self.add_answer("gradients", said, f"{outcome.ratio:.2g} bounds from the oracle")
+        if "logsumexp" not in self.recipe.residuals:
+            return
+        outcome = self.prober.probe(self.recipe, self.case(), "gradients_lse")
+        if outcome.passes:
+            self.add_answer("gradient of logsumexp", "yes", f"{outcome.ratio:.2g} bounds from the oracle")
+        elif not wrong:
+            self.recipe = self.recipe.declare(differentiable_residuals=False)
+            said = outcome.error or f"{outcome.ratio:.3g} bounds from the oracle"
+            asked = "" if outcome.is_refusal else "logsumexp has no right gradient. Is it meant to have none?"
+            self.add_answer("gradient of logsumexp", "none", said, asked)
+
+    def ask_empty_rows(self) -> None:
+        """Find out what a query that may attend to no key gets."""
+        changes = self._find_case_with_empty_rows()
+        if changes is None:
+            return
+        results = "residuals" if "logsumexp" in self.recipe.residuals else "out"
+        for kind in ("zero", "mean"):
+            recipe = self.recipe.declare(empty_rows=kind)
+            outcome = self.prober.probe(recipe, self.case(**changes), "out")
+            if outcome.passes:
+                self.recipe = recipe
+                self.add_answer("empty rows", kind, f"{outcome.ratio:.2g} bounds from the oracle")
+                if kind == "zero" and results == "residuals":
+                    question = "logsumexp of empty rows"
+                    self._ask_declaration(question, results, changes, logsumexp_empty="inf")
+                return
+        self.add_answer("empty rows", "neither zero nor the mean of all values", outcome.error)
+
+    def _find_case_with_empty_rows(self) -> dict[str, Any] | None:
+        parameters = self.recipe.parameters
+        q_length, kv_length = self._size.q_length, self._size.kv_length
+        if "kv_lengths" in parameters:
+            return {"mask": f"lengths-{kv_length}-0"}
+        if "segment_ids" in parameters and q_length != kv_length:
+            return {"segments": "segpad"}
+        if "mask" in parameters:
+            return {"mask": "dense-d4"}
+        if self.recipe.declarations.get("causal") == "end" and "unequal_lengths" not in self.recipe.unsupported:
+            return {"mask": f"causal-o-{kv_length}", "q_length": 2 * kv_length}
+        return None
+
+    def ask_hidden_memory(self) -> None:
+        """Ask whether keys and values that no query may attend to may be NaN."""
+        q_length, kv_length = self._size.q_length, self._size.kv_length
+        half = kv_length // 2
+        cases = []
+        if "kv_lengths" in self.recipe.parameters:
+            cases.append({"mask": f"lengths-{half}-{half}"})
+        if "mask" in self.recipe.parameters:
+            cases.append({"mask": f"lengths-{half}-{half}"})
+        if "causal" in self.recipe.parameters and self.recipe.declarations.get("causal") != "end" and q_length < kv_length:
+            cases.append({"mask": "causal"})
+        if "window" in self.recipe.parameters and q_length < kv_length:
+            cases.append({"mask": self.align("window-l3-r0")})
+        for changes in cases:
+            outcome = self.prober.probe(self.recipe, self.case(**changes), "poison")
+            if outcome.unsupported or outcome.passes or outcome.error:
+                continue
+            self.recipe = self.recipe.declare(behind_mask="finite")
+            asked = "NaN in keys and values that no query may attend to reaches results. Must callers keep them finite?"
+            self.add_answer("hidden keys and values", "must be finite", f"NaN reached out under {changes['mask']}", asked)
+            return
+        if cases:
+            self.add_answer("hidden keys and values", "may be NaN")
+
+    def ask_arithmetic(self) -> None:
+        """Read from the program in bf16 what is rounded to the operands' dtype, and try it."""
+        dtype = next((name for name in ("bf16", "f16") if name not in self.recipe.unsupported), None)
+        if dtype is None:
+            return
+        found = read_arithmetic(load_adapter(self.recipe), self.case(dtype=dtype), self.recipe)
+        for name, (value, where) in found.items():
+            self.recipe = self.recipe.declare(**{name: value})
+            self.add_answer(f"arithmetic in {dtype}", f"{name}={value!r}", where, f"{name}={value!r}: {where}. Is that meant?")
+        outcome = self.prober.probe(self.recipe, self.case(dtype=dtype))
+        if outcome.ratios:
+            self.add_answer(f"out in {dtype}", "within its bounds" if outcome.passes else "out of its bounds", f"{outcome.ratio:.2g} bounds from the oracle")
+
+    def ask_unpassed(self) -> None:
+        """Name the parameters to which the adapter passes nothing."""
+        passed = {*self.recipe.fixed, *self.target.bound, *self.target.operands, self.recipe.flag}
+        passed |= {name for encoding in self.recipe.encodings.values() for name in encoding.arguments}
+        left = [name for name in self.target.parameters if name not in passed and not is_tuning(name)]
+        operands = [name for name in left if name in self.target.roles and name not in {a.question for a in self.answers}]
+        if left:
+            asked = f"{', '.join(operands)}: never passed. Is it needed?" if operands else ""
+            self.add_answer("never passed", ", ".join(left), "", asked)
+
+
+class _Aligner:
+    """Writes mask specs with the offset that a recipe declares."""
+
+    def __init__(self, recipe: Recipe, size: Size) -> None:
+        self._is_end = recipe.declarations.get("causal") == "end"
+        self._offset = size.kv_length - size.q_length
+
+    def align(self, spec: str) -> str:
+        return f"{spec}-o{self._offset}" if self._is_end and self._offset else spec
+
+
+def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
+    """Find `out [B, T, N, V]` in what a call returned, by the sizes of its axes.
+
+    Returns:
+      The code that brings `result` to `out`, and its value; None if no array fits.
+    """
+    for access, x in _iter_arrays(result):
+        if (code := find_axes(x.shape, size, axes)) is not None:
+            full = f"result{access}{code}"
+            return full, eval(full, {"result": result, "q": np.empty((size.batch, size.q_length, size.heads, size.depth))})
+    return None
+
+
+def find_axes(shape: tuple[int, ...], size: Size, axes: str) -> str | None:
+    """Return the code that brings an array of this shape to `[B, T, N, V]`; None if its sizes do not fit."""
+    b, t, n, d = size.batch, size.q_length, size.heads, size.depth
+    candidates = {
+        (b, t, n, d): "",
+        (b, n, t, d): ".swapaxes(1, 2)",
+        (t, b, n, d): ".swapaxes(0, 1)",
+        (b, t, n * d): f".reshape(q.shape)",
+        (b * n, t, d): ".reshape(q.shape[0], q.shape[2], q.shape[1], -1).swapaxes(1, 2)",
+    }
+    return candidates.get(tuple(shape))
+
+
+def _iter_arrays(result: Any, access: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the arrays in what a call returned, each with the code that reads it."""
+    if hasattr(result, "shape") and hasattr(result, "dtype"):
+        yield access, result
+    elif isinstance(result, Mapping):
+        for key, value in result.items():
+            yield from _iter_arrays(value, f"{access}[{key!r}]")
+    elif hasattr(result, "_fields"):
+        for key in result._fields:
+            yield from _iter_arrays(getattr(result, key), f"{access}.{key}")
+    elif isinstance(result, tuple | list):
+        for n, value in enumerate(result):
+            yield from _iter_arrays(value, f"{access}[{n}]")
+
+
+def _list_residual_codes(result: Any, size: Size) -> Iterator[tuple[str, np.ndarray]]:
+    """Iterate over arrays `[B, N, T]` in what a call returned, with the code that brings them into this order."""
+    b, t, n = size.batch, size.q_length, size.heads
+    forms = {
+        (b, n, t): "",
+        (b, t, n): ".swapaxes(1, 2)",
+        (t, b, n): ".transpose(1, 2, 0)",
+        (b, n, t, 1): "[..., 0]",
+        (b, t, n, 1): "[..., 0].swapaxes(1, 2)",
+        (b * n, t): ".reshape(q.shape[0], q.shape[2], -1)",
+        (b * n, t, 1): ".reshape(q.shape[0], q.shape[2], -1)",
+    }
+    found = []
+    for access, x in _iter_arrays(result):
+        shape = tuple(x.shape)
+        code = forms.get(shape)
+        if code is None and len(shape) == 4 and shape[:3] == (b, n, t) and shape[3] != size.kv_length:
+            code = "[..., 0]"
+        if code is not None:
+            full = f"result{access}{code}"
+            q = np.empty((b, t, n, size.depth))
+            found.append((full, np.asarray(eval(full, {"result": result, "q": q})).astype(np.float64)))
+    found = [(code, x.astype(np.float32)) for code, x in found]
+    yield from found
+    for (one, x), (other, y) in itertools.permutations(found, 2):
+        with np.errstate(all="ignore"):
+            yield f"{one} + jnp.log({other})", (x + np.log(y)).astype(np.float32)
+
+
+def describe_result(result: Any) -> str:
+    """Describe what a call returned by the shapes of its arrays."""
+    found = [f"{x.dtype}{list(x.shape)}" for _, x in _iter_arrays(result)]
+    return ", ".join(found) or f"a {type(result).__name__}"
+
+
+def _describe_mapped(layout: Layout) -> str:
+    names = {"B": "batch rows", "N": "heads"}
+    return f", mapped over {' and '.join(names[one] for one in layout.mapped)}" if layout.mapped else ""
+
+
+def _shorten(text: str, most: int = 70) -> str:
+    text = text.split(" (")[0].split("\n")[0]
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _list_setup(target: Target) -> tuple[str, ...]:
+    """List lines of the adapter's module that let a kernel for a TPU run on a CPU."""
+    return ()
