@@ -19,6 +19,7 @@ from typing import Any
 from conformance import packages
 
 _PUBLIC = {
+    "Adapted": "conformance.adaptation.adapting",
     "Accelerator": "impls.contract.implementation",
     "Arithmetic": "impls.contract.declarations",
     "CaseData": "conformance.api.case_data",
@@ -27,6 +28,7 @@ _PUBLIC = {
     "Implementation": "impls.contract.implementation",
     "NotJudgedError": "conformance.api.check_function",
     "Report": "conformance.api.report",
+    "adapt": "conformance.adaptation.adapting",
     "assert_conforms": "conformance.api.check_function",
     "case": "conformance.api.case_data",
     "cases": "conformance.api.case_data",

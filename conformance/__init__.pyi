@@ -1,3 +1,5 @@
+from conformance.adaptation.adapting import Adapted as Adapted
+from conformance.adaptation.adapting import adapt as adapt
 from conformance.api.case_data import CaseData as CaseData
 from conformance.api.case_data import case as case
 from conformance.api.case_data import cases as cases

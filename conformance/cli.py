@@ -34,6 +34,7 @@ _SINGLE: Mapping[str, Any] = {"action": "store", "default": None}
 _ONE_SEED: Mapping[str, Any] = {**_SINGLE, "type": int, "metavar": "N", "help": "base seed of the grid (0)"}
 _COMMAND_PLACES = {
     "run": "run:run",
+    "adapt": "adapt:adapt_function",
     "completion": "completion:print_completion",
     "explore": "explore:explore",
     "list": "listing:list_entries",
@@ -58,6 +59,7 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     top.add_argument("--version", action=_PrintVersions, help="print the versions of this project and what it runs on")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     _add_run(commands)
+    _add_adapt(commands)
     _add_explore(commands)
     _add_list(commands)
     _add_explain(commands)
@@ -111,6 +113,25 @@ class _PrintVersions(argparse.Action):
                 print(f"{name} is not installed")
         print(f"python {platform.python_version()}\nplatform {platform.platform()}")
         parser.exit()
+
+
+def _add_adapt(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "find out what an attention function computes, and write an adapter for it"
+    adapt = commands.add_parser("adapt", help=about, description=help_texts.ADAPT, epilog=help_texts.ADAPT_EXAMPLES)
+    what = adapt.add_argument_group("what to adapt")
+    about = "module:function or file.py:function"
+    what.add_argument("--impl", dest="function", required=True, metavar="NAME", help=about)
+    what.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="pass this value to a parameter in each call; may be repeated",
+    )
+    how = adapt.add_argument_group("how to run")
+    how.add_argument("--seconds", type=float, default=60.0, metavar="S", help="ask no question after this time (60)")
+    output = adapt.add_argument_group("output")
+    output.add_argument("--write", metavar="FILE.py", help="write the adapter here; without it, it is printed")
 
 
 def _add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -180,6 +201,8 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "run", help="judge implementations", description=help_texts.DESCRIPTION, epilog=help_texts.EXAMPLES
     )
     add_options(run, seeds={"metavar": "N|random"})
+    about = "find out first what each function computes (see `adapt`), and judge the adapter, which is written here"
+    run.add_argument("--adapt", action="store_true", help=about)
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:

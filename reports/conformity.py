@@ -44,7 +44,10 @@ CONFORMITY_GLYPHS = {
 }
 """The sign shown with each verdict on an implementation, for readers who cannot see its colour."""
 WRONG = frozenset({IN_PART, DOES_NOT_CONFORM})
-"""The verdicts with which a run exits with 1. With `IN_PART`, a parameter that is probably an operand got nothing."""
+"""The verdicts with which a run exits with 1.
+
+With `IN_PART`, a parameter that is probably an operand got nothing, or questions about declarations are open.
+"""
 
 Entry = TypeVar("Entry")
 _UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
@@ -92,25 +95,29 @@ class RunSummary:
     shortfall: str
 
 
-def compute_conformity(records: Iterable[Record], unasked: Collection[str] = ()) -> str:
+def compute_conformity(
+    records: Iterable[Record], unasked: Collection[str] = (), open_questions: Collection[str] = ()
+) -> str:
     """Return the verdict on an implementation from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
 
     With any red record, the implementation does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
-    never `CONFORMS`. `unasked` are its parameters to which nothing was passed: with an operand among them, it is
-    `IN_PART` at best.
+    never `CONFORMS`. `unasked` are its parameters to which nothing was passed: with an operand among them, or with open
+    questions, it is `IN_PART` at best.
     """
     records = tuple(records)
-    return _compute_conformity(records, count_verdicts(records), unasked)
+    return _compute_conformity(records, count_verdicts(records), unasked, open_questions)
 
 
-def _compute_conformity(records: Iterable[Record], counts: Counts, unasked: Iterable[str]) -> str:
+def _compute_conformity(
+    records: Iterable[Record], counts: Counts, unasked: Iterable[str], open_questions: Collection[str]
+) -> str:
     if counts.red:
         return DOES_NOT_CONFORM
     # If this platform refuses the products of every call, what passes was judged without running the kernel.
     refused = any(REFUSED_PRECISION in record.figures for record in records)
     if not counts.judged or (refused and all(record.ratio is None for record in records)):
         return NOT_JUDGED
-    if any(map(find_operand, unasked)):
+    if open_questions or any(map(find_operand, unasked)):
         return IN_PART
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
@@ -132,7 +139,8 @@ def _summarize_implementation(
     implementation: JudgedImplementation, records: Sequence[Record], run: RunInfo
 ) -> ImplementationSummary:
     counts = count_verdicts(records)
-    conformity = _compute_conformity(records, counts, _find_entry(run.unasked, implementation) or ())
+    unasked, questions = (_find_entry(found, implementation) or () for found in (run.unasked, run.open_questions))
+    conformity = _compute_conformity(records, counts, unasked, questions)
     extent = _find_entry(run.extents, implementation)
     extent = extent or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
     conforms = conformity in (CONFORMS, KNOWN_FAILURES, IN_PART)
@@ -244,7 +252,9 @@ def _format_conformity(
         text = f"passes{share}{comma} {only}"
     elif extent.stopped:
         text = f"passes{share}"
-    if conformity == IN_PART:
+    unasked, questions = (_find_entry(found, implementation) or () for found in (run.unasked, run.open_questions))
+    uncalled = name_parameters(filter(find_operand, unasked))
+    if uncalled:
         text += " in what was called"
     if _find_entry(run.declared, implementation):
         text += " as declared"
@@ -260,12 +270,12 @@ def _format_conformity(
     if extent.stopped:
         text += " so far"
         text += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
-    unasked = _find_entry(run.unasked, implementation) or ()
     if counts[EXPECTED_FAIL]:
         text = KNOWN_FAILURES.replace(CONFORMS, text)
     if others := [name for name in unasked if not find_operand(name)]:
         text += f", with nothing passed to {name_parameters(others)}"
-    uncalled = name_parameters(filter(find_operand, unasked))
+    if questions:
+        text += f", if {format_count(len(questions), 'open question')} can be answered with yes"
     return f"{text}; never called: {uncalled}" if uncalled else text
 
 

@@ -68,9 +68,8 @@ class Prober:
       calls: how many calls were made.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None, seconds: float = 60.0) -> None:
+    def __init__(self, seconds: float) -> None:
         self.calls = 0
-        self.say = say
         self._end = time.monotonic() + seconds
         self._expectations: dict[Any, Expectation] = {}
 

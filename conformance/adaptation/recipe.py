@@ -122,7 +122,7 @@ def write_adapter(recipe: Recipe, questions: tuple[str, ...] = ()) -> str:
     used = [
         line
         for line, name in (("import jax", "jax."), ("import jax.numpy as jnp", "jnp."))
-        if re.search(rf"\b{re.escape(name)}", text)
+        if re.search(rf"\b{re.escape(name)}", "\n".join((*recipe.setup, *body)))
     ]
     used += ["from conformance import declare"] if declared else []
     lines += [*used, *recipe.target.imports, *dict.fromkeys(imports), *recipe.setup, "", ""]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
 from conformance import environment, interrupts, packages
+from conformance.adaptation.adapting import adapt as adapt_function
+from conformance.adaptation.questions import Answer
 from conformance.api import argument_checks
 from conformance.api.progress import choose_display
 from conformance.api.report import Report, build_report
@@ -61,12 +64,17 @@ class NotJudgedError(RuntimeError):
         self.report = report
 
 
+def _say_answer(answer: Answer) -> None:
+    print(f"{answer.question}: {answer.answer}", file=sys.stderr)
+
+
 @list_options(CheckOptions)
 @validate_arguments
 def check(
     function: Callable[..., Any] | Implementation | str,
     *,
     name: str | None = None,
+    adapt: bool = False,
     sandbox: bool = False,
     progress: bool = True,
     **options: Unpack[argument_checks.CheckArguments],
@@ -103,6 +111,7 @@ def check(
     Args:
       function: the function; or an `Implementation`; or a name as `--impl` takes it, such as `"kernel.py:attention"`.
       name: how the report names the function; its own name by default.
+      adapt: whether to find out first what the function computes (`conformance.adapt`), and to judge the adapter.
       sandbox: whether it runs in a confined process of its own, as from the command line. A function that no module
         has is sent there by cloudpickle, which must be installed. `timeout` and `max_gib` limit that process.
       progress: whether progress is shown on stderr, or in the output of a notebook's cell.
@@ -132,6 +141,9 @@ def check(
             "JIT compilation is off here (jax.disable_jit, or JAX_DISABLE_JIT): kernels would be judged without being "
             "compiled. Leave jax.disable_jit, or unset the variable"
         )
+    if adapt and not isinstance(function, Implementation):
+        found = adapt_function(function, on_answer=_say_answer if progress else lambda answer: None)
+        name, function = name or describe_function(function), found.function
     label = name if name is not None else describe_function(function)
     expression = repr(function) if isinstance(function, str) else describe_expression(label)
     repeat = _build_repetition(expression, {"sandbox": True} if sandbox else {}, declarations)

@@ -22,6 +22,23 @@ exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import
 130 and 143 stopped by Ctrl-C and by SIGTERM
 """
 
+ADAPT = """\
+Find out what an attention function computes: order of axes, scale, alignment of the causal mask, meaning of windows,
+masks and soft caps, what it returns, which gradients it has, what it rounds. It is called on small operands, one
+question at a time, and each result is compared with every reading that a library has. It runs in this process, without
+a sandbox. An answer that a bug would explain as well is an open question. The adapter is a plain function of the
+contract's signature, with what was found out in `@declare(...)`.
+"""
+
+ADAPT_EXAMPLES = """\
+examples:
+  python -m conformance adapt --impl=jax.nn:dot_product_attention
+  python -m conformance adapt --impl=flash.py:flash_attention --write=flash_adapter.py
+  python -m conformance adapt --impl=my_package.ops:attention --set=implementation=xla
+  python -m conformance run --impl=flash.py:flash_attention --adapt      # adapt it, and judge the adapter
+exit codes: 0 nothing is open, 1 questions are open, 2 the function could not be adapted
+"""
+
 EXPLORE = """\
 Draw cases beyond the grid (any lengths, depths, head counts, combinations of masks and operands), judge each, and
 shrink the first that is wrong to the smallest case that is wrong in the same way. The id of that case is enough

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from conformance.commands.adapt import write_adapter_for
 from conformance.commands.argument_lookup import format_command_line
 from conformance.commands.progress_display import RunProgress
 from conformance.session.failures import CannotJudge
@@ -69,6 +70,8 @@ def build_options(arguments: argparse.Namespace) -> tuple[RunSpec, list[str]]:
       CannotJudge: if the options are invalid.
     """
     given = vars(arguments)
+    if arguments.adapt:
+        given = given | {"impl": [write_adapter_for(name) for name in arguments.impl]}
     if arguments.resume is not None:
         given = given | _read_resumed_options(arguments.resume, given)
     seeds, notes = draw_seeds(given["seed"])

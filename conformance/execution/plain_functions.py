@@ -146,6 +146,7 @@ def build_implementation(
         writes_pages=writes,
         refuses_by_signature=True,
         conventions=list_declared(declaration, Conventions),
+        open_questions=tuple(declaration.open_questions),
         unasked=tuple(one for one in others if one not in settled and not is_tuning(one)),
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()

@@ -143,6 +143,7 @@ def _describe_kernel(
         declared=_collect_declarations(implementation),
         asks_less=(*list_declarations(implementation), *raised),
         unasked=implementation.unasked,
+        open_questions=implementation.open_questions,
         block_lengths=tuple(find_block_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,

@@ -98,6 +98,9 @@ def aggregate_runs(
         declared={
             name: list(kernel.asks_less) for name, _, kernel in kernels if kernel is not None and kernel.asks_less
         },
+        open_questions={
+            name: kernel.open_questions for name, _, kernel in kernels if kernel is not None and kernel.open_questions
+        },
         unasked={name: kernel.unasked for name, _, kernel in kernels if kernel is not None and kernel.unasked},
         few_blocks={
             name: words

@@ -226,7 +226,9 @@ def compute_exit_code(
     judged = {record.implementation for record in records if record.verdict in JUDGED}
     present = [each for each in implementations if each.accelerator.absent is None or each.name in judged]
     standings = {
-        conformity.compute_conformity([r for r in records if r.implementation == each.name], each.unasked)
+        conformity.compute_conformity(
+            [r for r in records if r.implementation == each.name], each.unasked, each.open_questions
+        )
         for each in present or implementations
     }
     is_judged = not lacks_platform and how == COMPLETE and conformity.NOT_JUDGED not in standings

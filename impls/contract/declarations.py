@@ -253,6 +253,12 @@ class Declaration(Conventions, Behaviour, Formulas, Arithmetic):
         "function does not support it, in addition to those that its signature lacks",
         loosens="cases that need the feature are unsupported",
     )
+    open_questions: Collection[str] = declared(
+        (),
+        "what somebody has to answer before the other declarations count as meant; `adapt` writes such questions. "
+        "Until they are deleted, the function conforms only on condition that each answer is yes, and a run exits "
+        "with 1",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,6 +301,7 @@ class Declarations(TypedDict, total=False):
     negative_ids: NegativeIds
     empty_sequences: bool
     ignores: Collection[str]
+    open_questions: Collection[str]
     differentiable_residuals: bool
     gradients: Collection[str] | None
     unsupported: Mapping[str, str] | None

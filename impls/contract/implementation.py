@@ -177,6 +177,8 @@ class Implementation(Behaviour):
         verdict names them.
       unasked: parameters of the plain function that `call` adapts to which no run passes anything. If one is probably
         an operand (`cases.parameter_names`), the implementation does not conform.
+      open_questions: what has to be answered before the declarations of the plain function count as meant. If there is
+        a question, the implementation does not conform.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Implementation(Behaviour):
     devices: int = 1
     conventions: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
+    open_questions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -93,6 +93,7 @@ class RunInfo:
       detection: the planted bugs that each check detects (`sensitivity.detection_table`).
       declared: declarations that are weaker than the defaults.
       unasked: parameters to which nothing was passed.
+      open_questions: what has to be answered before declarations count as meant.
       few_blocks: warnings that the judged lengths span too few blocks (`judging.block_coverage`).
       extents: how many of the planned jobs were judged.
       narrowed: the options that selected only a part of the level, if `extents` is empty.
@@ -115,6 +116,7 @@ class RunInfo:
     detection: dict[str, Any] | None = None
     declared: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unasked: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    open_questions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     few_blocks: dict[str, str] = dataclasses.field(default_factory=dict)
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""

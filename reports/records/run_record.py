@@ -55,6 +55,7 @@ class Kernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       declared: its declarations that can be stored as data, including its arithmetic.
       asks_less: its declarations, as they are written in code, what it lacks, and limits that were raised.
       unasked: its parameters to which the run passed nothing.
+      open_questions: what has to be answered before its declarations count as meant.
       block_lengths: the usual block lengths (64 to 1024) that it accepts as sequence lengths; empty if it accepts all.
       arrays: the sizes of the covering arrays that it is judged with.
       declined: the number of cases of its grids that it does not support.
@@ -70,6 +71,7 @@ class Kernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     declared: Mapping[str, Any] = {}
     asks_less: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
+    open_questions: tuple[str, ...] = ()
     block_lengths: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     arrays: tuple[CoveringArraySize, ...]
     declined: Count = 0
