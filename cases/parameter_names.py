@@ -13,7 +13,7 @@ _OTHER_NAMES: dict[str, str] = {
     "causal": "is_causal use_causal_mask causal_mask",
     "window": "window_size window_sizes sliding_window sliding_window_size local_window_size attention_window "
     "window_left window_right left_window right_window bidirectional_window",
-    "mask": "attn_mask attention_mask custom_mask block_mask dense_mask padding_mask key_padding_mask mask_info",
+    "mask": "key_mask kv_mask attn_mask attention_mask custom_mask block_mask dense_mask padding_mask key_padding_mask mask_info",
     "mask_mod": "mask_fn mask_function",
     "score_mod": "score_fn score_function",
     "kv_lengths": "kv_length kv_seqlen kv_seqlens kv_seq_len kv_seq_lens kv_seq_lengths key_value_seq_lengths lengths "

@@ -73,6 +73,18 @@ def _list_causal(target: Target, parameters: list[str]) -> Iterator[Encoding]:
         "start in jax.nn, torch and cuDNN. Is the end meant?",
         declarations={"causal": "end"},
     )
+    yield Encoding(
+        {parameter: "causal"},
+        "equal lengths only",
+        prelude=(
+            "if causal and q.shape[1] != k.shape[1]:",
+            '    raise NotImplementedError("causal attention has equal lengths")',
+        ),
+        question="causal attention is aligned neither at the start nor at the end if the lengths differ. Is it meant for "
+        "equal lengths only?",
+        reading="equal lengths",
+        is_fallback=True,
+    )
 
 
 def _list_scale(target: Target, parameters: list[str]) -> Iterator[Encoding]:
@@ -81,13 +93,13 @@ def _list_scale(target: Target, parameters: list[str]) -> Iterator[Encoding]:
         yield Encoding({parameter: "scale"}, "factor of <q, k>; 1 / sqrt(H) by default")
     yield Encoding({parameter: f"{default} if scale is None else scale"}, "factor of <q, k>, always passed")
     yield Encoding(
-        {parameter: f"q.shape[-1] ** 0.5 if scale is None else 1 / scale"},
+        {parameter: "q.shape[-1] ** 0.5 if scale is None else 1 / scale"},
         "divisor of <q, k>",
         reading="divisor",
         question=f"{parameter} divides <q, k>. Is that meant?",
     )
     yield Encoding(
-        {parameter: f"1.0 if scale is None else scale * q.shape[-1] ** 0.5"},
+        {parameter: "1.0 if scale is None else scale * q.shape[-1] ** 0.5"},
         "a factor beside 1 / sqrt(H)",
         reading="beside",
         question=f"{parameter} multiplies <q, k> / sqrt(H). Is that meant?",
@@ -137,7 +149,9 @@ def _list_window(target: Target, parameters: list[str]) -> Iterator[Encoding]:
             sides = f"({left} + {change}, window[1])".replace("+ -", "- ")
             yield Encoding(
                 {parameter: write_off(target, parameter, sides, "window")},
-                "(left, right) whose left side counts the query's own key" if change > 0 else "one key more on the left",
+                "(left, right) whose left side counts the query's own key"
+                if change > 0
+                else "one key more on the left",
                 reading=f"{reading} left",
                 is_known=False,
             )
@@ -154,7 +168,11 @@ def _list_one_sided_windows(target: Target, parameter: str) -> Iterator[Encoding
         (0, "does not count the query's own key, as local_window_size of jax.nn"),
     )
     shapes = (
-        ("causal or both sides", "window[1] not in (0, window[0])", "causal = causal or window is not None and window[1] == 0"),
+        (
+            "causal or both sides",
+            "window[1] not in (0, window[0])",
+            "causal = causal or window is not None and window[1] == 0",
+        ),
         ("causal", "window[1] != 0", "causal = causal or window is not None"),
         ("left only", "window[1] is not None", ""),
     )
@@ -259,7 +277,9 @@ def _list_segment_ids(target: Target, parameters: list[str]) -> Iterator[Encodin
         kv_ids = next(name for name in parameters if name != q_ids)
         codes = {name: f"None if segment_ids is None else segment_ids[{n}]" for n, name in enumerate((q_ids, kv_ids))}
         yield Encoding(codes, "ids of queries and of keys")
-        yield Encoding(codes, "ids of queries and of keys; negative ids are padding", declarations={"negative_ids": "padding"})
+        yield Encoding(
+            codes, "ids of queries and of keys; negative ids are padding", declarations={"negative_ids": "padding"}
+        )
         return
     parameter = parameters[0]
     if (kind := target.find_type(parameter, "SegmentIds")) is not None:
@@ -280,7 +300,9 @@ def _list_segment_ids(target: Target, parameters: list[str]) -> Iterator[Encodin
 
 
 def _list_lengths(target: Target, parameters: list[str]) -> Iterator[Encoding]:
-    yield Encoding({parameters[0]: write_off(target, parameters[0], "kv_lengths", "kv_lengths")}, "lengths of keys, [B]")
+    yield Encoding(
+        {parameters[0]: write_off(target, parameters[0], "kv_lengths", "kv_lengths")}, "lengths of keys, [B]"
+    )
 
 
 def _list_sinks(target: Target, parameters: list[str]) -> Iterator[Encoding]:
@@ -293,7 +315,9 @@ def _list_sinks(target: Target, parameters: list[str]) -> Iterator[Encoding]:
         ("[1, N, 1, 1]", "sinks[:, None, None]"),
     )
     for form, code in forms:
-        yield Encoding({parameter: f"{off} if sinks is None else {code}" if off != "None" or code != "sinks" else code}, form)
+        yield Encoding(
+            {parameter: f"{off} if sinks is None else {code}" if off != "None" or code != "sinks" else code}, form
+        )
 
 
 def _list_slopes(target: Target, parameters: list[str]) -> Iterator[Encoding]:
@@ -380,7 +404,12 @@ def list_fixed_values(target: Target) -> dict[str, str]:
             fixed[name] = 'jax.default_backend() == "cpu"'
         elif name in ("deterministic", "inference") and parameter.default is False:
             fixed[name] = "True"
-        elif name.startswith(("dropout_", "dropout")) and parameter.default not in (0, 0.0, None, inspect.Parameter.empty):
+        elif name.startswith(("dropout_", "dropout")) and parameter.default not in (
+            0,
+            0.0,
+            None,
+            inspect.Parameter.empty,
+        ):
             if isinstance(parameter.default, float):
                 fixed[name] = "0.0"
     return fixed

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import linecache
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,9 +93,9 @@ class Prober:
             return Outcome(error=kernel_errors.describe_kernel_error(error))
         if (reason := implementation.supports(case)) is not None:
             return Outcome(unsupported=reason)
-        return self.judge(implementation, case, results)
+        return self._judge(implementation, recipe.target.function, case, results)
 
-    def judge(self, implementation: Implementation, case: Case, results: str = "out") -> Outcome:
+    def _judge(self, implementation: Implementation, function: Any, case: Case, results: str) -> Outcome:
         """Call an implementation on a case and compare the results with the oracle."""
         self.calls += 1
         problem = draw_problem(case)
@@ -114,14 +116,18 @@ class Prober:
                 got = executor.gradients(problem, cotangents[0]).values
             else:
                 got = executor.gradients_lse(problem, cotangents[0]).values
+        except NotImplementedError as error:
+            return Outcome(unsupported=kernel_errors.describe_refusal(error))
         except Exception as error:
-            return Outcome(error=kernel_errors.describe_kernel_error(error), is_refusal=is_refusal(error))
+            return Outcome(error=kernel_errors.describe_kernel_error(error), is_refusal=is_refusal(error, function))
         expected = self.expect(implementation, case, problem, cotangents)
         ratios = {}
         for name, value in got.items():
             bounded = self._find_bounded(expected, name)
             if bounded is not None:
-                ratios[name] = compare(value, bounded).ratio
+                rows = _select_rows(problem, implementation.empty_rows)
+                judged = rows.transpose(0, 2, 1)[..., None] if name == "out" else rows
+                ratios[name] = compare(value, bounded, judged if name in expected.forward else None).ratio
         return Outcome(ratios)
 
     def expect(self, implementation: Implementation, case: Case, problem: Problem, cotangents: Any) -> Expectation:
@@ -145,10 +151,22 @@ class Prober:
         return expected.gradients[0].get(name) if expected.gradients else None
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Return whether the function refused the call itself: a `raise` or an `assert` of its code, not of JAX's."""
+def _select_rows(problem: Problem, empty_rows: str) -> np.ndarray:
+    """Return which rows of the results are judged, `[B, N, T]`: those with a key, if empty rows may hold anything."""
+    batch, q_length, heads, _ = problem.q.shape
+    if empty_rows != "undefined":
+        return np.ones((batch, heads, q_length), bool)
+    return np.broadcast_to(problem.allowed.any(axis=-1), (batch, heads, q_length))
+
+
+def is_refusal(error: BaseException, function: Any) -> bool:
+    """Return whether a function refused a call: a `raise` or an `assert` of its module or library, not of JAX."""
     if isinstance(error, NotImplementedError):
         return True
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    if code is not None and frames and frames[-1].filename == code.co_filename:
+        return (frames[-1].line or "").startswith(("raise", "assert"))
     if type(error).__module__.partition(".")[0] in ("jaxtyping", "beartype"):
         return True
     place = kernel_errors.find_place(error)

@@ -13,22 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.case import Case
+from cases.case import FEATURES, Case
 from cases.masks import Causal, Full
 from cases.operand_values import DTYPES, draw_problem
 from cases.parameter_names import is_tuning
 from conformance.adaptation import encodings
 from conformance.adaptation.encodings import Encoding
-from conformance.adaptation.program_arithmetic import read_arithmetic
 from conformance.adaptation.probing import APART, Outcome, Prober, is_refusal
+from conformance.adaptation.program_arithmetic import read_arithmetic
 from conformance.adaptation.recipe import LAYOUTS, Layout, Recipe, load_adapter
 from conformance.adaptation.target import CannotAdapt, Target
 from conformance.execution import kernel_errors
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import compute_expectation
-from conformance.truth.tolerances import load_default_tolerances
 from impls.contract.declarations import Arithmetic
 
+_INTERPRETED = (
+    "from jax.experimental.pallas import tpu as pltpu",
+    'if jax.default_backend() != "tpu":',
+    "    pltpu.set_tpu_interpret_mode()",
+)
+"""Lines of an adapter's module that let a kernel for a TPU run without one."""
 NONE_OF_THESE = "none of these"
 CANNOT_TELL = "cannot be told apart"
 
@@ -93,7 +98,9 @@ class Interview:
       answers: the answers so far.
     """
 
-    def __init__(self, target: Target, prober: Prober, on_answer: Callable[[Answer], None] = lambda answer: None) -> None:
+    def __init__(
+        self, target: Target, prober: Prober, on_answer: Callable[[Answer], None] = lambda answer: None
+    ) -> None:
         self.target = target
         self.prober = prober
         self.recipe = Recipe(target)
@@ -135,19 +142,23 @@ class Interview:
 
     def get_mask(self) -> str:
         """Return the mask of a plain call: none, or causal for a function that is always causal."""
-        return self.align("causal") if self.recipe.is_causal else "full"
-
-    def align(self, spec: str, size: Size | None = None) -> str:
-        """Return a mask spec with the offset of the function's declared alignment."""
-        size = self._size if size is None else size
-        offset = size.kv_length - size.q_length
-        return f"{spec}-o{offset}" if self.recipe.declarations.get("causal") == "end" and offset else spec
+        return _align(self.recipe, self._size, "causal") if self.recipe.is_causal else "full"
 
     # The base call: layout, scale by default, causal by default.
 
     def ask_base_call(self) -> None:
         """Find the layout, the scale by default, and whether the function is causal by default."""
         errors: dict[str, str] = {}
+        if not self._find_base_call(errors) and any("interpret mode" in error for error in errors.values()):
+            self.recipe = dataclasses.replace(self.recipe, setup=_INTERPRETED)
+            errors = {}
+            self._find_base_call(errors)
+        if not self.answers:
+            said = "; ".join(f"{layout}: {error}" for layout, error in list(errors.items())[:3])
+            raise CannotAdapt(f"no call of {self.target.name} returned a result like attention's: {said}")
+
+    def _find_base_call(self, errors: dict[str, str]) -> bool:
+        """Find a call without options that returns attention; returns whether there is one."""
         nearest: tuple[float, Recipe, Size, str] | None = None
         for size, dtype in itertools.product(SIZES, ("f32", "bf16")):
             for recipe in self._list_base_recipes():
@@ -157,14 +168,13 @@ class Interview:
                 ratio, recipe, reading = found
                 if ratio <= 4:
                     self._accept_base(recipe, size, dtype, reading, ratio)
-                    return
+                    return True
                 if nearest is None or ratio < nearest[0]:
                     nearest = (ratio, recipe, size, dtype)
             if self.prober.is_out_of_time:
                 break
         if nearest is None:
-            said = "; ".join(f"{layout}: {error}" for layout, error in list(errors.items())[:3])
-            raise CannotAdapt(f"no call of {self.target.name} returned a result like attention's: {said}")
+            return False
         ratio, self.recipe, self._size, self._dtype = nearest
         self.add_answer(
             "layout",
@@ -172,18 +182,25 @@ class Interview:
             f"{ratio:.3g} bounds from the oracle",
             f"a call without options equals no attention that was tried ({NONE_OF_THESE}): is it wrong?",
         )
+        return True
 
     def _list_base_recipes(self) -> Iterator[Recipe]:
         target = self.target
         fixed = encodings.list_fixed_values(target)
         required = [
-            name for name in target.parameters if name not in target.operands and target.is_required(name) and name not in target.bound
+            name
+            for name in target.parameters
+            if name not in target.operands and target.is_required(name) and name not in target.bound
         ]
         values = [encodings.list_required_values(target, name) for name in required]
-        setup = _list_setup(target)
         for layout in LAYOUTS:
             for combination in itertools.islice(itertools.product(*values), 40):
-                yield Recipe(target, layout, fixed={**fixed, **dict(zip(required, combination, strict=True))}, setup=setup)
+                yield Recipe(
+                    target,
+                    layout,
+                    fixed={**fixed, **dict(zip(required, combination, strict=True))},
+                    setup=self.recipe.setup,
+                )
 
     def _try_base(
         self, recipe: Recipe, size: Size, dtype: str, errors: dict[str, str]
@@ -195,9 +212,13 @@ class Interview:
         try:
             result = jax.jit(load_adapter(recipe))(*(jnp.asarray(x) for x in (problem.q, problem.k, problem.v)))
         except Exception as error:
-            errors.setdefault(axes, kernel_errors.describe_kernel_error(error))
+            errors[axes] = kernel_errors.describe_kernel_error(error)
             return None
         found = find_out(result, size, axes)
+        own_dtype = next((name for name in ("dtype", "out_dtype") if name in self.target.parameters), None)
+        if found and found[1].dtype != problem.q.dtype and own_dtype and own_dtype not in recipe.fixed:
+            fixed = {**recipe.fixed, own_dtype: "q.dtype"}
+            return self._try_base(dataclasses.replace(recipe, fixed=fixed), size, dtype, errors)
         if found is None:
             errors.setdefault(axes, f"returned {describe_result(result)}")
             return None
@@ -231,14 +252,25 @@ class Interview:
                 "logits are not scaled, as in splash attention, whose callers scale q. Is that meant?",
             )
         elif scale and self.target.get_default(parameters[0]) != 1:
-            self.add_answer("scale by default", "1", evidence, "the scale by default is 1, not 1 / sqrt(H). Is that meant?")
-        if mask != "full" and not self.target.find_parameters("causal"):
+            self.add_answer(
+                "scale by default", "1", evidence, "the scale by default is 1, not 1 / sqrt(H). Is that meant?"
+            )
+        if scale and parameters:
+            self._fix(parameters[0], "q.shape[-1] ** -0.5")
+        causal = self.target.find_parameters("causal")
+        if mask != "full" and causal:
+            self._fix(causal[0], "False")
+        elif mask != "full":
             self.recipe = dataclasses.replace(self.recipe, is_causal=True).lack("full", "always causal")
             open_question = "the function is causal in every call. Is that meant?"
             if mask == "end":
                 self.recipe = self.recipe.declare(causal="end")
                 open_question = "the function is causal in every call, last query at the last key. Is that meant?"
             self.add_answer("mask", f"always causal, aligned at the {mask}", evidence, open_question)
+
+    def _fix(self, parameter: str, code: str) -> None:
+        """Pass a value in each call, until it is known how to pass the operand."""
+        self.recipe = dataclasses.replace(self.recipe, fixed={**self.recipe.fixed, parameter: code})
 
     # Operands.
 
@@ -284,45 +316,44 @@ class Interview:
         self._note_failure(operand, name, options, passing, ratios, errors)
 
     def _try_encoding(self, operand: str, encoding: Encoding) -> Outcome | None:
-        """Call the function with the operand passed in one way; None if the adapter supports none of the cases."""
+        """Call the function with the operand passed in one way; None if the adapter takes no case that has it."""
         recipe = self.recipe.add(operand, encoding)
         worst: Outcome | None = None
         for changes in self._list_cases(operand, encoding, recipe):
             outcome = self.prober.probe(recipe, self.case(**changes))
-            if outcome.unsupported or "NotImplementedError" in outcome.error[:19]:
+            if outcome.unsupported:
                 continue
             if worst is None or not outcome.ratios or outcome.ratio > worst.ratio:
                 worst = outcome
             if not outcome.passes:
-                break
-        return worst
+                return worst
+        if worst is None:
+            return None
+        without = self.prober.probe(
+            recipe, self.case(**{"kv_length": self._size.q_length} if encoding.reading == "equal lengths" else {})
+        )
+        return worst if without.unsupported or without.passes else without
 
     def _list_cases(self, operand: str, encoding: Encoding, recipe: Recipe) -> list[dict[str, Any]]:
         """List what cases ask about an operand: changes of the fields of the plain case."""
-        aligned = _Aligner(recipe, self._size).align
+        size, kv_length = self._size, self._size.kv_length
         if operand == "causal":
-            return [{"mask": aligned("causal")}, {"mask": "full"}]
-        if operand == "scale":
-            return [{"scale": 0.31}, {}]
-        if operand == "soft_cap":
-            return [{"soft_cap": 3.0}, {}]
+            if encoding.reading == "equal lengths":
+                return [{"mask": "causal", "kv_length": size.q_length}]
+            return [{"mask": _align(recipe, size, "causal")}]
         if operand == "window":
-            # Windows that one number can say come last, so that it fails on none of the others.
             sides = ("l3-r2", "linf-r2", "l3-rinf", "l3-r0", "l3-r3")
-            return [*({"mask": aligned(f"window-{one}")} for one in sides), {}]
-        if operand == "mask":
-            if encoding.gives:
-                return [{"mask": f"lengths-{self._size.kv_length}-{self._size.kv_length // 2}"}, {}]
-            return [self._find_full_mask("dense"), {}]
+            return [{"mask": _align(recipe, size, f"window-{one}")} for one in sides]
+        if operand == "mask" and not encoding.gives:
+            return [{"mask": "dense-d40"}]
+        if operand in ("mask", "kv_lengths"):
+            return [{"mask": f"lengths-{kv_length}-{kv_length // 2}"}]
         if operand == "bias":
-            return [{"bias": "bias"}, {"bias": "bias", "scale": 0.31}] if "scale" in recipe.parameters else [{"bias": "bias"}]
+            return [{"bias": "bias"}, *([{"bias": "bias", "scale": 0.31}] if "scale" in recipe.parameters else [])]
         if operand == "segment_ids":
-            return [{"segments": "seg"}, {"segments": "segwild"}]
-        if operand == "kv_lengths":
-            return [{"mask": f"lengths-{self._size.kv_length}-{self._size.kv_length // 2}"}, {}]
-        if operand == "sinks":
-            return [{"sinks": True}, {}]
-        return [{"alibi": True}, {}]
+            return [{"segments": "seg"}, {"segments": "seg", "kv_length": size.q_length}, {"segments": "segwild"}]
+        fields: dict[str, dict[str, Any]] = {"scale": {"scale": 0.31}, "soft_cap": {"soft_cap": 3.0}}
+        return [fields.get(operand, {"sinks": True} if operand == "sinks" else {"alibi": True})]
 
     def _note_failure(
         self,
@@ -334,6 +365,8 @@ class Interview:
         errors: list[tuple[Encoding, Outcome]],
     ) -> None:
         """Note that an operand is taken in no known way; the adapter passes it in the likeliest one, to be judged."""
+        if (ratios or errors) and self._find_at_other_sizes(operand, name, options):
+            return
         if ratios:
             usual = next((one for one in options if one.reading in ratios and one.is_known), options[0])
             self.recipe = self.recipe.add(operand, usual)
@@ -346,42 +379,54 @@ class Interview:
             self.add_answer(name, "could not be asked", "the adapter supports none of the cases")
             return
         encoding, outcome = errors[0]
-        if any(one.is_refusal for _, one in errors):
+        if all(one.is_refusal for _, one in errors):
             self.add_answer(name, "refused", outcome.error)
-            self.recipe = self._decline(operand, f"refuses {name}: {outcome.error}")
             return
-        self.recipe = self.recipe.add(operand, encoding)
-        self.add_answer(name, "raises", outcome.error, f"every call with {name} raises. Is it wrong?")
+        asked = f"every call with {name} raises, so it is never passed. Is it wrong, or another operand?"
+        self.add_answer(name, "raises", outcome.error, asked)
 
-    def _decline(self, operand: str, reason: str) -> Recipe:
-        return self.recipe
+    def _find_at_other_sizes(self, operand: str, name: str, options: list[Encoding]) -> bool:
+        """Look for a reading that is right at other lengths, as where lengths must be equal or a tail is wrong."""
+        usual = self._size
+        for size in SIZES[1:4]:
+            self._size = size
+            for encoding in (one for one in options if one.is_known and not one.is_fallback):
+                outcome = self._try_encoding(operand, encoding)
+                if outcome is None or not outcome.passes:
+                    continue
+                self._size = usual
+                self.recipe = self.recipe.add(operand, encoding)
+                lengths = f"{size.q_length} queries and {size.kv_length} keys"
+                wrong = f"{usual.q_length} and {usual.kv_length}"
+                asked = f"{name} is right with {lengths}, and wrong or refused with {wrong}. Is it wrong?"
+                self.add_answer(
+                    name, encoding.says, f"{outcome.ratio:.2g} bounds from the oracle with {lengths}", asked
+                )
+                return True
+        self._size = usual
+        return False
 
     def _ask_forms(self, operand: str, given: str) -> None:
         """Ask which kinds of an operand the function takes: masks by head and batch row, wider biases."""
         if operand == "mask" and given == "mask":
-            for kind, feature in (("densebatch", "dense_batch"), ("densehead", "dense_head")):
-                self._ask_feature(feature, **self._find_full_mask(kind))
+            for mask, feature in (("densebatch-d40", "dense_batch"), ("densehead-d40", "dense_head")):
+                self._ask_feature(feature, FEATURES[feature], mask=mask)
 
-    def _ask_feature(self, feature: str, *, question: str = "", **changes: Any) -> Outcome:
+    def _ask_feature(self, feature: str, question: str, **changes: Any) -> None:
         """Ask whether the function takes calls with a feature, and declare it unsupported if they raise."""
         outcome = self.prober.probe(self.recipe, self.case(**changes))
-        if outcome.unsupported or outcome.error.startswith("NotImplementedError"):
-            return outcome
+        if outcome.unsupported:
+            return
         if outcome.error:
             reason = _shorten(outcome.error)
             self.recipe = self.recipe.lack(feature, reason)
-            asked = "" if outcome.is_refusal else f"{question or feature}: calls raise {reason}. Is that meant?"
-            self.add_answer(feature, "refused" if outcome.is_refusal else "raises", reason, asked)
+            asked = "" if outcome.is_refusal else f"{question}: calls raise {reason}. Is that meant?"
+            self.add_answer(question, "refused" if outcome.is_refusal else "raises", reason, asked)
         elif not outcome.passes:
-            self.add_answer(feature, NONE_OF_THESE, f"{outcome.ratio:.3g} bounds from the oracle", f"{feature}: results are wrong. Is that so?")
+            evidence = f"{outcome.ratio:.3g} bounds from the oracle"
+            self.add_answer(question, NONE_OF_THESE, evidence, f"{question}: results are wrong. Are they?")
         else:
-            self.add_answer(feature, "yes", f"{outcome.ratio:.2g} bounds from the oracle")
-        return outcome
-
-    def _find_full_mask(self, kind: str) -> dict[str, Any]:
-        """Return a drawn mask under which each query sees a key."""
-        cases = ({"mask": f"{kind}-d40", "seed": seed} for seed in range(100))
-        return next(one for one in cases if draw_problem(self.case(**one)).allowed.any(axis=-1).all())
+            self.add_answer(question, "yes", f"{outcome.ratio:.2g} bounds from the oracle")
 
     # What comes back beside `out`.
 
@@ -431,7 +476,9 @@ class Interview:
         if base_two:
             self.recipe = self.recipe.declare(logsumexp_base=2)
             asked = "logsumexp is in base 2, as in FlashInfer. Is that meant?"
-        self.add_answer(name, f"{' and '.join(residuals)}{', in base 2' if base_two else ''}", residuals.get("logsumexp", ""), asked)
+        self.add_answer(
+            name, f"{' and '.join(residuals)}{', in base 2' if base_two else ''}", residuals.get("logsumexp", ""), asked
+        )
         if "logsumexp" in residuals and "sinks" in self.recipe.parameters:
             self._ask_declaration("logsumexp with sinks", "residuals", {"sinks": True}, logsumexp_sink=False)
         return True
@@ -453,33 +500,42 @@ class Interview:
             self.add_answer(question, said, evidence, f"{question}: {said}. Is that meant?")
         else:
             error = plain.error or f"{plain.ratio:.3g} bounds from the oracle"
-            self.add_answer(question, NONE_OF_THESE if plain.ratios else "raises", error, f"{question}: results are wrong. Is that so?")
+            self.add_answer(
+                question,
+                NONE_OF_THESE if plain.ratios else "raises",
+                error,
+                f"{question}: results are wrong. Is that so?",
+            )
 
     # Which calls it takes.
 
     def ask_heads(self) -> None:
         """Ask whether the function takes fewer key heads, and values of another depth."""
         heads, depth = self._size.heads, self._size.depth
-        self._ask_feature("gqa", question="fewer key heads than query heads", num_q_heads=2 * heads)
-        self._ask_feature("mqa", question="one key head", num_kv_heads=1)
-        self._ask_feature("v_head_dim", question="values of another depth", v_head_dim=2 * depth)
+        self._ask_feature("gqa", "fewer key heads", num_q_heads=2 * heads)
+        self._ask_feature("mqa", "one key head", num_kv_heads=1)
+        self._ask_feature("v_head_dim", "values deeper than keys", v_head_dim=2 * depth)
         if "v_head_dim" not in self.recipe.unsupported:
-            self._ask_feature("v_head_dim", question="values of a smaller depth", v_head_dim=depth // 2)
+            self._ask_feature("v_head_dim", "values less deep", v_head_dim=depth // 2)
 
     def ask_lengths(self) -> None:
         """Ask which lengths the function takes."""
         q_length, kv_length = self._size.q_length, self._size.kv_length
         if q_length == kv_length:
-            self._ask_feature("unequal_lengths", question="fewer queries than keys", kv_length=2 * kv_length)
+            self._ask_feature("unequal_lengths", "fewer queries than keys", kv_length=2 * kv_length)
         if "unequal_lengths" not in self.recipe.unsupported:
             self._ask_feature(
                 "unequal_lengths",
-                question="more queries than keys",
+                "more queries than keys",
                 q_length=2 * max(q_length, kv_length),
                 kv_length=max(q_length, kv_length),
             )
-        mask = self.align("causal", dataclasses.replace(self._size, q_length=1)) if self.recipe.is_causal else "full"
-        self._ask_feature("decode", question="a single query", phase="decode", q_length=1, mask=mask)
+        mask = (
+            _align(self.recipe, dataclasses.replace(self._size, q_length=1), "causal")
+            if self.recipe.is_causal
+            else "full"
+        )
+        self._ask_feature("decode", "a single query", phase="decode", q_length=1, mask=mask)
         self._ask_multiples()
 
     def _ask_multiples(self) -> None:
@@ -489,14 +545,24 @@ class Interview:
             size = dataclasses.replace(self._size, q_length=length, kv_length=length)
             return self._trace(size)
 
-        failed = {length: error for length in (5, 12, 72, 100, 200, 300) if (error := takes(length)) is not None}
+        lengths = (5, 12, 72, 100, 200, 300)
+        failed = {length: error for length in lengths if (error := takes(length)) is not None}
         if not failed:
             self.add_answer("lengths", "any", "traced at 5, 12, 72, 100, 200 and 300")
             return
         length, error = next(iter(failed.items()))
         reason = _shorten(kernel_errors.describe_kernel_error(error))
-        asked = "" if is_refusal(error) else f"lengths such as {length} raise {reason}. Is that meant?"
-        block = next((b for b in (8, 16, 32, 64, 128, 256, 512) if takes(3 * b) is None and takes(5 * b) is None), 0)
+        asked = (
+            ""
+            if is_refusal(error, self.target.function)
+            else f"lengths such as {length} raise {reason}. Is that meant?"
+        )
+
+        def takes_multiples(b: int) -> bool:
+            """Return whether it takes multiples of `b`, beyond 512 too."""
+            return all(takes(n * b) is None for n in (3, 5, 512 // b + 1))
+
+        block = next((b for b in (8, 16, 32, 64, 128, 256, 512) if takes_multiples(b)), 0)
         small = 5 not in failed
         said = f"multiples of {block}" + (", or shorter" if small else "")
         if block:
@@ -504,14 +570,17 @@ class Interview:
             line = f"if any(n % {divisor} for n in (q.shape[1], k.shape[1])):"
             refusal = (line, f'    raise NotImplementedError("lengths are {said}")')
             self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *refusal))
-        elif isinstance(error, ValueError) and is_refusal(error):
+        elif isinstance(error, ValueError) and is_refusal(error, self.target.function):
             self.recipe = self.recipe.declare(refuses="ValueError")
         self.add_answer("lengths", said if block else f"not {length}", reason, asked)
 
     def _trace(self, size: Size, dtype: str = "", v_depth: int = 0) -> BaseException | None:
         """Trace a plain call of these sizes; returns the exception that it raises."""
         kind = DTYPES[dtype or self._dtype]
-        shapes = [(size.batch, size.q_length, size.heads, size.depth), (size.batch, size.kv_length, size.heads, size.depth)]
+        shapes = [
+            (size.batch, size.q_length, size.heads, size.depth),
+            (size.batch, size.kv_length, size.heads, size.depth),
+        ]
         shapes.append((*shapes[1][:3], v_depth or size.depth))
         operands = [jax.ShapeDtypeStruct(shape, kind) for shape in shapes]
         try:
@@ -526,11 +595,12 @@ class Interview:
             if dtype == self._dtype:
                 continue
             outcome = self.prober.probe(self.recipe, self.case(dtype=dtype))
-            if outcome.error:
-                reason = _shorten(outcome.error)
-                self.recipe = self.recipe.lack(dtype, reason)
-                asked = "" if outcome.is_refusal else f"{dtype} raises {reason}. Is that meant?"
-                self.add_answer(dtype, "refused" if outcome.is_refusal else "raises", reason, asked)
+            if outcome.error and outcome.is_refusal:
+                self.recipe = self.recipe.lack(dtype, _shorten(outcome.error))
+                self.add_answer(dtype, "refused", _shorten(outcome.error))
+            elif outcome.error:
+                asked = f"{dtype} raises {_shorten(outcome.error)}. Is it wrong?"
+                self.add_answer(dtype, "raises", _shorten(outcome.error), asked)
 
     def ask_cap_order(self) -> None:
         """Ask whether the soft cap comes before or after the bias."""
@@ -543,11 +613,12 @@ class Interview:
     def ask_gradients(self) -> None:
         """Ask for gradients of out and of logsumexp."""
         outcome = self.prober.probe(self.recipe, self.case(), "gradients")
-        if outcome.error:
-            reason = _shorten(outcome.error)
+        if outcome.error or outcome.unsupported:
+            reason = _shorten(outcome.error or outcome.unsupported)
             self.recipe = self.recipe.declare(gradients=())
-            asked = "" if outcome.is_refusal else f"differentiating raises {reason}. Is it meant to have no gradients?"
-            self.add_answer("gradients", "none", outcome.error, asked)
+            refused = outcome.is_refusal or outcome.unsupported
+            asked = "" if refused else f"differentiating raises {reason}. Is it meant to have no gradients?"
+            self.add_answer("gradients", "none", reason, asked)
             return
         wrong = [name for name, ratio in outcome.ratios.items() if ratio > 4]
         said = f"{', '.join(wrong)} wrong" if wrong else "of q, k and v"
@@ -589,7 +660,7 @@ class Interview:
         if "segment_ids" in parameters and q_length != kv_length:
             return {"segments": "segpad"}
         if "mask" in parameters:
-            return {"mask": "dense-d4"}
+            return {"mask": "dense-d40"}
         if self.recipe.declarations.get("causal") == "end" and "unequal_lengths" not in self.recipe.unsupported:
             return {"mask": f"causal-o-{kv_length}", "q_length": 2 * kv_length}
         return None
@@ -603,17 +674,23 @@ class Interview:
             cases.append({"mask": f"lengths-{half}-{half}"})
         if "mask" in self.recipe.parameters:
             cases.append({"mask": f"lengths-{half}-{half}"})
-        if "causal" in self.recipe.parameters and self.recipe.declarations.get("causal") != "end" and q_length < kv_length:
+        if (
+            "causal" in self.recipe.parameters
+            and self.recipe.declarations.get("causal") != "end"
+            and q_length < kv_length
+        ):
             cases.append({"mask": "causal"})
         if "window" in self.recipe.parameters and q_length < kv_length:
-            cases.append({"mask": self.align("window-l3-r0")})
+            cases.append({"mask": _align(self.recipe, self._size, "window-l3-r0")})
         for changes in cases:
             outcome = self.prober.probe(self.recipe, self.case(**changes), "poison")
             if outcome.unsupported or outcome.passes or outcome.error:
                 continue
             self.recipe = self.recipe.declare(behind_mask="finite")
             asked = "NaN in keys and values that no query may attend to reaches results. Must callers keep them finite?"
-            self.add_answer("hidden keys and values", "must be finite", f"NaN reached out under {changes['mask']}", asked)
+            self.add_answer(
+                "hidden keys and values", "must be finite", f"NaN reached out under {changes['mask']}", asked
+            )
             return
         if cases:
             self.add_answer("hidden keys and values", "may be NaN")
@@ -624,33 +701,37 @@ class Interview:
         if dtype is None:
             return
         found = read_arithmetic(load_adapter(self.recipe), self.case(dtype=dtype), self.recipe)
-        for name, (value, where) in found.items():
-            self.recipe = self.recipe.declare(**{name: value})
-            self.add_answer(f"arithmetic in {dtype}", f"{name}={value!r}", where, f"{name}={value!r}: {where}. Is that meant?")
+        if found:
+            declared = {name: value for name, (value, _) in found.items()}
+            self.recipe = self.recipe.declare(**declared)
+            said = ", ".join(f"{name}={value!r}" for name, value in declared.items())
+            why = "; ".join(where for _, where in found.values())
+            self.add_answer(f"arithmetic in {dtype}", said, why, f"{said}: {why}. Is that meant?")
         outcome = self.prober.probe(self.recipe, self.case(dtype=dtype))
         if outcome.ratios:
-            self.add_answer(f"out in {dtype}", "within its bounds" if outcome.passes else "out of its bounds", f"{outcome.ratio:.2g} bounds from the oracle")
+            self.add_answer(
+                f"out in {dtype}",
+                "within its bounds" if outcome.passes else "out of its bounds",
+                f"{outcome.ratio:.2g} bounds from the oracle",
+            )
 
     def ask_unpassed(self) -> None:
         """Name the parameters to which the adapter passes nothing."""
         passed = {*self.recipe.fixed, *self.target.bound, *self.target.operands, self.recipe.flag}
         passed |= {name for encoding in self.recipe.encodings.values() for name in encoding.arguments}
         left = [name for name in self.target.parameters if name not in passed and not is_tuning(name)]
-        operands = [name for name in left if name in self.target.roles and name not in {a.question for a in self.answers}]
+        operands = [
+            name for name in left if name in self.target.roles and name not in {a.question for a in self.answers}
+        ]
         if left:
             asked = f"{', '.join(operands)}: never passed. Is it needed?" if operands else ""
             self.add_answer("never passed", ", ".join(left), "", asked)
 
 
-class _Aligner:
-    """Writes mask specs with the offset that a recipe declares."""
-
-    def __init__(self, recipe: Recipe, size: Size) -> None:
-        self._is_end = recipe.declarations.get("causal") == "end"
-        self._offset = size.kv_length - size.q_length
-
-    def align(self, spec: str) -> str:
-        return f"{spec}-o{self._offset}" if self._is_end and self._offset else spec
+def _align(recipe: Recipe, size: Size, spec: str) -> str:
+    """Return a mask spec with the offset of the alignment that a recipe declares."""
+    offset = size.kv_length - size.q_length
+    return f"{spec}-o{offset}" if recipe.declarations.get("causal") == "end" and offset else spec
 
 
 def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
@@ -662,7 +743,9 @@ def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
     for access, x in _iter_arrays(result):
         if (code := find_axes(x.shape, size, axes)) is not None:
             full = f"result{access}{code}"
-            return full, eval(full, {"result": result, "q": np.empty((size.batch, size.q_length, size.heads, size.depth))})
+            return full, eval(
+                full, {"result": result, "q": np.empty((size.batch, size.q_length, size.heads, size.depth))}
+            )
     return None
 
 
@@ -673,7 +756,7 @@ def find_axes(shape: tuple[int, ...], size: Size, axes: str) -> str | None:
         (b, t, n, d): "",
         (b, n, t, d): ".swapaxes(1, 2)",
         (t, b, n, d): ".swapaxes(0, 1)",
-        (b, t, n * d): f".reshape(q.shape)",
+        (b, t, n * d): ".reshape(q.shape)",
         (b * n, t, d): ".reshape(q.shape[0], q.shape[2], q.shape[1], -1).swapaxes(1, 2)",
     }
     return candidates.get(tuple(shape))
@@ -737,8 +820,3 @@ def _describe_mapped(layout: Layout) -> str:
 def _shorten(text: str, most: int = 70) -> str:
     text = text.split(" (")[0].split("\n")[0]
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _list_setup(target: Target) -> tuple[str, ...]:
-    """List lines of the adapter's module that let a kernel for a TPU run on a CPU."""
-    return ()

@@ -116,7 +116,6 @@ def write_adapter(recipe: Recipe, questions: tuple[str, ...] = ()) -> str:
     """Write the module of an adapter."""
     body = _write_body(recipe)
     declared = _write_declarations(recipe, questions)
-    text = "\n".join((*recipe.setup, declared, *body))
     imports = [line for encoding in recipe.encodings.values() for line in encoding.imports]
     lines = [f'"""An adapter of `{recipe.target.name}`, found out by `python -m conformance adapt`."""', ""]
     used = [
@@ -167,7 +166,8 @@ def _write_body(recipe: Recipe) -> list[str]:
         arguments[recipe.flag] = "save_residuals"
     prelude = list(recipe.refusals)
     if recipe.is_causal:
-        prelude += ["if not causal:", '    raise NotImplementedError("attention is always causal")']
+        full = "not causal and (window is None or window[1] != 0)" if "window" in recipe.encodings else "not causal"
+        prelude += [f"if {full}:", '    raise NotImplementedError("attention is always causal")']
     for encoding in recipe.encodings.values():
         prelude += [line for line in encoding.prelude if line not in prelude]
     code = " ".join([*prelude, *arguments.values(), recipe.out, *recipe.residuals.values()])
@@ -209,7 +209,7 @@ def _write_call(target: Target, values: list[str], arguments: Mapping[str, str],
 def _write_mapped_call(recipe: Recipe, arguments: Mapping[str, str], batched: list[str]) -> list[str]:
     """Write a call that is mapped over batch rows, and over heads too for a function of one head."""
     layout = recipe.layout
-    values = [layout.code.replace("x", name) for name in "qkv"]
+    values = [re.sub(r"\bx\b", name, layout.code) for name in "qkv"]
     inner = _write_call(recipe.target, values, arguments)
     lines = [f"def call({', '.join(('q', 'k', 'v', *batched))}):"]
     lines += [f"    return {inner[0]}", *(f"    {line}" for line in inner[1:]), ""]
@@ -217,7 +217,9 @@ def _write_mapped_call(recipe: Recipe, arguments: Mapping[str, str], batched: li
         over = "jax.vmap(jax.vmap(call, in_axes=1, out_axes=1))(q, k, v)"
     else:
         axes = "".join(f", None if {name} is None else 0" for name in batched)
-        over = f"jax.vmap(call{f', in_axes=(0, 0, 0{axes})' if batched else ''})({', '.join(('q', 'k', 'v', *batched))})"
+        over = (
+            f"jax.vmap(call{f', in_axes=(0, 0, 0{axes})' if batched else ''})({', '.join(('q', 'k', 'v', *batched))})"
+        )
     return [*lines, *_write_result(recipe, [over])]
 
 

@@ -114,9 +114,7 @@ def build_target(
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise CannotAdapt(f"{name} has no signature that can be read: {error}") from error
-    parameters = {
-        p.name: p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    parameters = {p.name: p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if unknown := [one for one in bound or {} if one not in parameters]:
         raise CannotAdapt(f"{name} has no parameter {unknown[0]!r}: it has {', '.join(parameters) or 'none'}")
     operands = _find_operands(parameters, name)

@@ -62,7 +62,11 @@ def parse_declarations(
     """
     hints = {name: hint for name, hint in _read_hints(Implementation).items() if name not in _KEPT}
     fields = {name: _parse(declared[name], hint, call) for name, hint in hints.items()}
-    names = [name for field in ("variants", "checkpoint_names", "conventions", "unasked", "open_questions") for name in fields[field]]
+    names = [
+        name
+        for field in ("variants", "checkpoint_names", "conventions", "unasked", "open_questions")
+        for name in fields[field]
+    ]
     if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
         raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
     if isinstance(plain := declared["supports_case"], Mapping):
