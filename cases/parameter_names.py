@@ -13,14 +13,15 @@ _OTHER_NAMES: dict[str, str] = {
     "causal": "is_causal use_causal_mask causal_mask",
     "window": "window_size window_sizes sliding_window sliding_window_size local_window_size attention_window "
     "window_left window_right left_window right_window bidirectional_window",
-    "mask": "key_mask kv_mask attn_mask attention_mask custom_mask block_mask dense_mask padding_mask key_padding_mask mask_info",
+    "mask": "key_mask kv_mask attn_mask attention_mask custom_mask block_mask dense_mask padding_mask "
+    "key_padding_mask mask_info",
     "mask_mod": "mask_fn mask_function",
     "score_mod": "score_fn score_function",
     "kv_lengths": "kv_length kv_seqlen kv_seqlens kv_seq_len kv_seq_lens kv_seq_lengths key_value_seq_lengths lengths "
     "seqlens_k seqused_k cache_seqlens actual_seq_lengths_kv",
     "segment_ids": "q_segment_ids kv_segment_ids query_segment_ids key_segment_ids decoder_segment_ids q_segments "
     "kv_segments cu_seqlens_q cu_seqlens_k cu_seqlens_kv cu_seqlens",
-    "soft_cap": "softcap softcapping logit_cap logits_cap logit_soft_cap logits_soft_cap attn_logits_soft_cap "
+    "soft_cap": "cap softcap softcapping logit_cap logits_cap logit_soft_cap logits_soft_cap attn_logits_soft_cap "
     "attn_logit_softcapping attn_softcap logit_softcap logits_softcap",
     "sinks": "sink softmax_aux attention_sink attention_sinks attn_sink attn_sinks s_aux",
     "bias": "attn_bias attention_bias ab position_bias",

@@ -34,6 +34,7 @@ _PUBLIC = {
     "cases": "conformance.api.case_data",
     "check": "conformance.api.check_function",
     "declare": "impls.contract.declarations",
+    "initialize_identity": "impls.libraries.identity_projections",
     "identity_projection": "conformance.execution.module_adapters",
     "name_axes": "conformance.execution.module_adapters",
     "reference_attention": "conformance.reference.attention",

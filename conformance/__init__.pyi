@@ -16,3 +16,4 @@ from impls.contract.declarations import Arithmetic as Arithmetic
 from impls.contract.declarations import declare as declare
 from impls.contract.implementation import Accelerator as Accelerator
 from impls.contract.implementation import Implementation as Implementation
+from impls.libraries.identity_projections import initialize_identity as initialize_identity

@@ -9,7 +9,6 @@ they come to the adapter: `q [B, T, N, H]`, `mask`, `window` and so on, and `sha
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,7 +46,7 @@ class Encoding:
 
 
 def list_encodings(target: Target, operand: str) -> list[Encoding]:
-    """List the ways in which a function may take an operand, the likeliest first; none if it has no parameter for it."""
+    """List the ways in which a function may take an operand, the likeliest first; none without a parameter for it."""
     parameters = target.find_parameters(operand)
     return list(_ENCODINGS[operand](target, parameters)) if parameters and operand in _ENCODINGS else []
 
@@ -80,8 +79,8 @@ def _list_causal(target: Target, parameters: list[str]) -> Iterator[Encoding]:
             "if causal and q.shape[1] != k.shape[1]:",
             '    raise NotImplementedError("causal attention has equal lengths")',
         ),
-        question="causal attention is aligned neither at the start nor at the end if the lengths differ. Is it meant for "
-        "equal lengths only?",
+        question="causal attention is aligned neither at the start nor at the end if the lengths differ. Is it meant "
+        "for equal lengths only?",
         reading="equal lengths",
         is_fallback=True,
     )
@@ -395,21 +394,14 @@ def list_required_values(target: Target, parameter: str) -> tuple[str, ...]:
 
 
 def list_fixed_values(target: Target) -> dict[str, str]:
-    """Return values for parameters whose default is not what is to be judged, such as `interpret` on a CPU."""
+    """Return values for parameters whose default is not what is to be judged: no dropout, interpreted on a CPU."""
     fixed = {}
-    for name, parameter in target.parameters.items():
+    for name in target.parameters:
+        default = target.get_default(name)
         if name in target.bound or name in target.roles or name in target.operands:
             continue
-        if name == "interpret" and parameter.default is False:
+        if name == "interpret" and default is False:
             fixed[name] = 'jax.default_backend() == "cpu"'
-        elif name in ("deterministic", "inference") and parameter.default is False:
-            fixed[name] = "True"
-        elif name.startswith(("dropout_", "dropout")) and parameter.default not in (
-            0,
-            0.0,
-            None,
-            inspect.Parameter.empty,
-        ):
-            if isinstance(parameter.default, float):
-                fixed[name] = "0.0"
+        elif name.startswith("dropout") and isinstance(default, float) and default:
+            fixed[name] = "0.0"
     return fixed

@@ -34,6 +34,7 @@ _INTERPRETED = (
     "    pltpu.set_tpu_interpret_mode()",
 )
 """Lines of an adapter's module that let a kernel for a TPU run without one."""
+_DTYPES = ("dtype", "out_dtype", "logits_dtype")  # parameters that set the dtype of results or of logits
 NONE_OF_THESE = "none of these"
 CANNOT_TELL = "cannot be told apart"
 
@@ -132,7 +133,8 @@ class Interview:
             self.ask_unpassed,
         ):
             if self.prober.is_out_of_time:
-                self.add_answer("further questions", "not asked: the time is over")
+                asked = "the time was over before all questions were asked (--seconds): is the rest as in the contract?"
+                self.add_answer("further questions", "not asked: the time is over", "", asked)
                 return
             ask()
 
@@ -215,10 +217,6 @@ class Interview:
             errors[axes] = kernel_errors.describe_kernel_error(error)
             return None
         found = find_out(result, size, axes)
-        own_dtype = next((name for name in ("dtype", "out_dtype") if name in self.target.parameters), None)
-        if found and found[1].dtype != problem.q.dtype and own_dtype and own_dtype not in recipe.fixed:
-            fixed = {**recipe.fixed, own_dtype: "q.dtype"}
-            return self._try_base(dataclasses.replace(recipe, fixed=fixed), size, dtype, errors)
         if found is None:
             errors.setdefault(axes, f"returned {describe_result(result)}")
             return None
@@ -233,6 +231,11 @@ class Interview:
             ratio = compare(np.asarray(value), expected.forward["out"]).ratio
             if ratio < best[0]:
                 best = (ratio, (mask, "" if scale is None else "1"))
+        if best[0] > 4 and (name := next((n for n in _DTYPES if n in self.target.parameters), None)):
+            # By default it computes in another dtype than that of its operands.
+            if name not in recipe.fixed and name not in self.target.bound:
+                fixed = {**recipe.fixed, name: "q.dtype"}
+                return self._try_base(dataclasses.replace(recipe, fixed=fixed, out="result"), size, dtype, errors)
         return best[0], recipe, best[1]
 
     def _accept_base(self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float) -> None:
@@ -305,7 +308,12 @@ class Interview:
             if others:
                 evidence += f"; the next best reading {min(others):.3g}"
             asked = encoding.question
-            rivals = [one[0].says for other, one in passing.items() if other != reading and not one[0].is_fallback]
+            # A function may take both booleans and numbers to be added as its mask.
+            rivals = [
+                one.says
+                for other, (one, _) in passing.items()
+                if other != reading and not one.is_fallback and not other.startswith("added")
+            ]
             close = others and min(others) < APART
             if (rivals or close) and not (operand == "causal" and self._size.q_length == self._size.kv_length):
                 asked = asked or f"{name}: {CANNOT_TELL} by these calls: {encoding.says}; {'; '.join(rivals)}"

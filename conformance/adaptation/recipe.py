@@ -64,7 +64,8 @@ class Recipe:
       is_causal: whether the function is causal in every call, although it has no parameter for it.
       out: the code that brings `result` to `out [B, T, N, V]`, in a call with residuals if there is a flag for them.
       plain_out: the code for a call without residuals, if there is a flag for them.
-      residuals: the code that brings `result` to residuals, by name; and `flag`, the parameter that asks for them, if any.
+      residuals: the code that brings `result` to residuals, by name.
+      flag: the parameter that asks for residuals; empty if there is none.
       declarations: what `declare` says.
       unsupported: features that it lacks, with the reason.
       refusals: lines of code that refuse calls.
@@ -124,6 +125,7 @@ def write_adapter(recipe: Recipe, questions: tuple[str, ...] = ()) -> str:
         if re.search(rf"\b{re.escape(name)}", "\n".join((*recipe.setup, *body)))
     ]
     used += ["from conformance import declare"] if declared else []
+    used = [line for line in used if line not in recipe.target.imports]
     lines += [*used, *recipe.target.imports, *dict.fromkeys(imports), *recipe.setup, "", ""]
     options = ", ".join(f"{name}={_DEFAULTS.get(name, 'None')}" for name in recipe.parameters)
     if recipe.is_causal:
@@ -243,12 +245,11 @@ def _write_result(recipe: Recipe, call: list[str]) -> list[str]:
 
 def load_adapter(recipe: Recipe) -> Callable[..., Any]:
     """Run the code of the adapter, and return its function."""
-    source = write_adapter(recipe)
-    bodies = source.split("\n\n\n", 1)
-    head = "\n".join(line for line in bodies[0].splitlines() if line not in recipe.target.imports)
+    alone = dataclasses.replace(recipe.target, imports=())
+    source = write_adapter(dataclasses.replace(recipe, target=alone))
     first = recipe.target.expression.partition(".")[0]
     space: dict[str, Any] = {"__name__": "conformance_adapter", first: _find_root(recipe.target)}
-    exec(compile(f"{head}\n\n\n{bodies[1]}", f"<adapter of {recipe.target.name}>", "exec"), space)
+    exec(compile(source, f"<adapter of {recipe.target.name}>", "exec"), space)
     function: Callable[..., Any] = space["attention"]
     get_declaration(function)
     return function

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cases.parameter_names import find_operand
+from conformance.adaptation import modules
+from conformance.adaptation.modules import CannotAdapt
 
 _QUERIES = ("q", "query", "queries", "inputs_q", "query_states", "xq", "q_proj", "Q")
 _KEYS = ("k", "key", "keys", "inputs_k", "key_states", "xk", "k_proj", "K")
 _TAKEN = ("attention", "jax", "jnp", "declare", "q", "k", "v", "mask", "shape")  # names that an adapter defines
 _VALUES = ("v", "value", "values", "inputs_v", "value_states", "xv", "v_proj", "V")
-
-
-class CannotAdapt(Exception):
-    """No adapter can be written for an object; the message says why, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,13 @@ def load_target(name: str, bound: Mapping[str, str] | None = None) -> Target:
         imports = ("import sys", f"sys.path.insert(0, {str(path.parent)!r})")
         source = path.stem
     imports += (f"from {source} import {first}" + ("" if alias == first else f" as {alias}"),)
-    return build_target(function, name, imports, f"{alias}.{rest}" if rest else alias, bound)
+    expression = f"{alias}.{rest}" if rest else alias
+    if modules.is_module(function):
+        definition = modules.define_module_call(function, name, imports, expression)
+        space: dict[str, Any] = {}
+        exec("\n".join(definition), space)
+        return build_target(space["call_module"], name, definition, "call_module", bound)
+    return build_target(function, name, imports, expression, bound)
 
 
 def build_target(

@@ -6,6 +6,7 @@ import argparse
 import ast
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +29,7 @@ def adapt_function(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"--write={path}: the adapter is Python code, so the name must end in .py")
     console.print(f"{'question':{_QUESTION}}  {'answer':{_ANSWER}}  evidence", style="bold")
     bound = dict(_parse_value(text) for text in arguments.set)
+    warnings.simplefilter("ignore")  # wrong guesses overflow, and libraries warn about them
     try:
         adapted = adapt(
             arguments.function, seconds=arguments.seconds, bound=bound, on_answer=lambda answer: _print(console, answer)

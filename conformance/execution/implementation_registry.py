@@ -102,7 +102,11 @@ def _find_implementation(name: str, products: Products | None, problem: str | No
 
 
 def load_attribute(name: str) -> Any:
-    """Load what `module:attribute` or `file.py:attribute` names; attributes may have dots. Raises `ImplementationNotFound`."""
+    """Load what `module:attribute` or `file.py:attribute` names; an attribute may have dots.
+
+    Raises:
+      ImplementationNotFound: if there is none, or its module does not load.
+    """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
