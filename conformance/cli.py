@@ -129,7 +129,7 @@ def _add_adapt(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="pass this value to a parameter in each call; may be repeated",
     )
     how = adapt.add_argument_group("how to run")
-    how.add_argument("--seconds", type=float, default=60.0, metavar="S", help="ask no question after this time (60)")
+    how.add_argument("--seconds", type=float, default=120.0, metavar="S", help="ask no question after this time (120)")
     output = adapt.add_argument_group("output")
     output.add_argument("--write", metavar="FILE.py", help="write the adapter here; without it, it is printed")
 

@@ -13,7 +13,7 @@ from conformance.adaptation.recipe import load_adapter, write_adapter
 from conformance.adaptation.target import Target, build_target, load_target
 from impls.contract.declarations import Declaration, declare, get_declaration
 
-SECONDS = 60.0
+SECONDS = 120.0
 """How long questions are asked, unless the caller says otherwise."""
 
 
