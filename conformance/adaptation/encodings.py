@@ -136,24 +136,15 @@ def _list_window(target: Target, parameters: list[str]) -> Iterator[Encoding]:
         code = f"{default!r} if window is None else tuple(-1 if side is None else side for side in window)"
         yield Encoding({parameter: code}, "(left, right), keys beside the query's own; -1 is open")
     if isinstance(default, tuple) or default is None:
-        for change, reading in ((1, "own"), (-1, "short")):
-            sides = f"tuple(None if side is None else side + {change} for side in window)".replace("+ -", "- ")
-            yield Encoding(
-                {parameter: write_off(target, parameter, sides, "window")},
-                "(left, right) that counts the query's own key" if change > 0 else "one key more on each side",
-                reading=reading,
-                is_known=False,
-            )
-            left = "window[0]" if change > 0 else "window[0]"
-            sides = f"({left} + {change}, window[1])".replace("+ -", "- ")
-            yield Encoding(
-                {parameter: write_off(target, parameter, sides, "window")},
-                "(left, right) whose left side counts the query's own key"
-                if change > 0
-                else "one key more on the left",
-                reading=f"{reading} left",
-                is_known=False,
-            )
+        # Readings that no library has; they say how a wrong window is wrong.
+        for change, counts in (("+ 1", "counts the query's own key"), ("- 1", "reaches one key further")):
+            both = f"tuple(None if side is None else side {change} for side in window)"
+            for sides, says in (
+                (both, "(left, right), each"),
+                (f"(window[0] {change}, window[1])", "(left, right), left"),
+            ):
+                code = write_off(target, parameter, sides, "window")
+                yield Encoding({parameter: code}, f"{says} {counts}", reading=f"{says} {counts}", is_known=False)
     if not isinstance(default, tuple):
         yield from _list_one_sided_windows(target, parameter)
 
@@ -221,7 +212,7 @@ def _list_masks(target: Target, parameters: list[str]) -> Iterator[Encoding]:
         ("added inf", lambda x: f"jnp.where({x}, 0.0, -jnp.inf)", "added to the logits, -inf hides"),
     )
     for (reading, convert, says), (form, code, all_kept) in itertools.product(meanings, forms):
-        prelude = ()
+        prelude: tuple[str, ...] = ()
         if form in ("[B, T, S]", "[T, S]"):
             axes = "mask.shape[1] != 1" if form == "[B, T, S]" else "mask.shape[:2] != (1, 1)"
             prelude = (

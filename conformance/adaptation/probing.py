@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from cases.case import Case
-from cases.operand_values import Problem, draw_cotangent, draw_problem
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.adaptation.recipe import Recipe, load_adapter
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
@@ -99,7 +99,7 @@ class Prober:
         """Call an implementation on a case and compare the results with the oracle."""
         self.calls += 1
         problem = draw_problem(case)
-        cotangents = (draw_cotangent(case),) if results.startswith("gradients") else ()
+        cotangents: tuple[Cotangent, ...] = (draw_cotangent(case),) if results.startswith("gradients") else ()
         if results == "gradients":
             cotangents = tuple(dataclasses.replace(one, logsumexp=None) for one in cotangents)
         if results == "poison":
@@ -132,8 +132,13 @@ class Prober:
 
     def expect(self, implementation: Implementation, case: Case, problem: Problem, cotangents: Any) -> Expectation:
         """Compute the oracle's results and bounds under what an implementation declares."""
-        key = (case, implementation.arithmetic, implementation.formulas, implementation.empty_rows, bool(cotangents))
-        key = (*key, bool(cotangents) and cotangents[0].logsumexp is not None)
+        key = (
+            case,
+            implementation.arithmetic,
+            implementation.formulas,
+            implementation.empty_rows,
+            *(one.logsumexp is None for one in cotangents),
+        )
         if key not in self._expectations:
             self._expectations[key] = compute_declared_expectation(
                 problem,

@@ -47,12 +47,11 @@ def read_arithmetic(function: Callable[..., Any], case: Case, recipe: Recipe) ->
         elif name in _EXPONENTIALS and kinds[0] == narrow:
             found.setdefault("logits", ("input", f"the softmax is {case.dtype}"))
             found.setdefault("softmax", ("input", f"{name} is taken of {case.dtype}"))
-        elif name in ("mul", "div") and result == narrow and math.prod(equation.outvars[0].aval.shape) == size:
-            if "softmax" not in found and (factor := _find_factor(equation)) != 1:
-                base_two = factor is not None and abs(factor / (case.head_dim**-0.5 * math.log2(math.e)) - 1) < 0.02
-                found.setdefault(
-                    "scaled_q", ("base2" if base_two else True, f"queries times the scale are {case.dtype}")
-                )
+        elif name in ("mul", "div") and result == narrow and "softmax" not in found:
+            if math.prod(equation.outvars[0].aval.shape) != size or (factor := _find_factor(equation)) == 1:
+                continue
+            base_two = factor is not None and abs(factor / (case.head_dim**-0.5 * math.log2(math.e)) - 1) < 0.02
+            found.setdefault("scaled_q", ("base2" if base_two else True, f"queries times the scale are {case.dtype}"))
     if recipe.residuals:
         _, residuals = jax.eval_shape(functools.partial(call, save_residuals=True), *_build_operands(case))
         if any(x.dtype == narrow for x in residuals.values()):

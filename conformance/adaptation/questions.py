@@ -19,10 +19,11 @@ from cases.operand_values import DTYPES, draw_problem
 from cases.parameter_names import is_tuning
 from conformance.adaptation import encodings
 from conformance.adaptation.encodings import Encoding
+from conformance.adaptation.modules import CannotAdapt
 from conformance.adaptation.probing import APART, Outcome, Prober, is_refusal
 from conformance.adaptation.program_arithmetic import read_arithmetic
 from conformance.adaptation.recipe import LAYOUTS, Layout, Recipe, load_adapter
-from conformance.adaptation.target import CannotAdapt, Target
+from conformance.adaptation.target import Target
 from conformance.execution import kernel_errors
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import compute_expectation
@@ -231,11 +232,10 @@ class Interview:
             ratio = compare(np.asarray(value), expected.forward["out"]).ratio
             if ratio < best[0]:
                 best = (ratio, (mask, "" if scale is None else "1"))
-        if best[0] > 4 and (name := next((n for n in _DTYPES if n in self.target.parameters), None)):
-            # By default it computes in another dtype than that of its operands.
-            if name not in recipe.fixed and name not in self.target.bound:
-                fixed = {**recipe.fixed, name: "q.dtype"}
-                return self._try_base(dataclasses.replace(recipe, fixed=fixed, out="result"), size, dtype, errors)
+        free = [n for n in _DTYPES if n in self.target.parameters and n not in {*recipe.fixed, *self.target.bound}]
+        if best[0] > 4 and free:  # by default it computes in another dtype than that of its operands
+            fixed = {**recipe.fixed, free[0]: "q.dtype"}
+            return self._try_base(dataclasses.replace(recipe, fixed=fixed, out="result"), size, dtype, errors)
         return best[0], recipe, best[1]
 
     def _accept_base(self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float) -> None:
@@ -285,7 +285,7 @@ class Interview:
         name = "/".join(self.target.find_parameters(operand))
         passing: dict[str, tuple[Encoding, Outcome]] = {}
         ratios: dict[str, float] = {}
-        errors: list[tuple[Encoding, Outcome]] = []
+        errors: list[Outcome] = []
         for encoding in options:
             if encoding.reading in passing or (encoding.is_fallback and passing):
                 continue
@@ -299,7 +299,7 @@ class Interview:
             elif outcome.ratios:
                 ratios[encoding.reading] = min(ratios.get(encoding.reading, math.inf), outcome.ratio)
             else:
-                errors.append((encoding, outcome))
+                errors.append(outcome)
         adoptable = {reading: one for reading, one in passing.items() if one[0].is_known}
         if adoptable:
             reading, (encoding, outcome) = next(iter(adoptable.items()))
@@ -370,7 +370,7 @@ class Interview:
         options: list[Encoding],
         passing: Mapping[str, tuple[Encoding, Outcome]],
         ratios: Mapping[str, float],
-        errors: list[tuple[Encoding, Outcome]],
+        errors: list[Outcome],
     ) -> None:
         """Note that an operand is taken in no known way; the adapter passes it in the likeliest one, to be judged."""
         if (ratios or errors) and self._find_at_other_sizes(operand, name, options):
@@ -386,8 +386,8 @@ class Interview:
         if not errors:
             self.add_answer(name, "could not be asked", "the adapter supports none of the cases")
             return
-        encoding, outcome = errors[0]
-        if all(one.is_refusal for _, one in errors):
+        outcome = errors[0]
+        if all(one.is_refusal for one in errors):
             self.add_answer(name, "refused", outcome.error)
             return
         asked = f"every call with {name} raises, so it is never passed. Is it wrong, or another operand?"

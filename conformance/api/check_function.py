@@ -142,8 +142,8 @@ def check(
             "compiled. Leave jax.disable_jit, or unset the variable"
         )
     if adapt and not isinstance(function, Implementation):
-        found = adapt_function(function, on_answer=_say_answer if progress else lambda answer: None)
-        name, function = name or describe_function(function), found.function
+        adapted = adapt_function(function, on_answer=_say_answer if progress else lambda answer: None)
+        name, function = name or describe_function(function), adapted.function
     label = name if name is not None else describe_function(function)
     expression = repr(function) if isinstance(function, str) else describe_expression(label)
     repeat = _build_repetition(expression, {"sandbox": True} if sandbox else {}, declarations)

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from conformance.adaptation.adapting import Adapted, adapt, write_adapter_file
+from conformance.adaptation.modules import CannotAdapt
 from conformance.adaptation.questions import Answer
-from conformance.adaptation.target import CannotAdapt
 from conformance.session.failures import CannotJudge
 
 _QUESTION, _ANSWER = 24, 52  # widths of columns

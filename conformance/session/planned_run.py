@@ -85,8 +85,8 @@ class PlannedRun:
 def describe_unasked(implementations: Sequence[Implementation]) -> list[str]:
     """Describe, in a line for each implementation that has any, the parameters to which the run passes nothing."""
     return [
-        f"{one.name} has parameters to which nothing is passed: {name_parameters(one.unasked)}. Give them the "
-        f"contract's names in a wrapper, or declare ignores={one.unasked!r}"
+        f"{one.name} has parameters to which nothing is passed: {name_parameters(one.unasked)}. `python -m conformance "
+        f"adapt --impl={one.name}` finds out what they are; or declare ignores={one.unasked!r}"
         for one in implementations
         if one.unasked
     ]

@@ -51,7 +51,8 @@ def make_foreign(implementation: Implementation, style: Style) -> Callable[..., 
         if style.window == "own" and window is not None:
             mask = mask & Window(window - 1, 0, first)
         if style.window == "pair" and window != (-1, -1):
-            mask = mask & Window(*(None if side < 0 else side for side in window), first)
+            left, right = (None if side < 0 else side for side in window)
+            mask = mask & Window(left, right, first)
         if attn_mask is None:
             return mask
         if style.mask == "add":
