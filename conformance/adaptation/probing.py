@@ -9,7 +9,7 @@ import linecache
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -95,6 +95,20 @@ class Prober:
             return Outcome(unsupported=reason)
         return self._judge(implementation, recipe.target.function, case, results)
 
+    def trace(self, recipe: Recipe, case: Case) -> BaseException | None:
+        """Trace an adapter on a case; returns the exception that it raises, but for `NotImplementedError`."""
+        implementation = build_implementation(load_adapter(recipe), recipe.target.name)
+        if implementation.supports(case) is not None:
+            return None
+        call, arrays = Executor(implementation).bind(draw_problem(case))
+        try:
+            jax.eval_shape(call, arrays)
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            return error
+        return None
+
     def _judge(self, implementation: Implementation, function: Any, case: Case, results: str) -> Outcome:
         """Call an implementation on a case and compare the results with the oracle."""
         self.calls += 1
@@ -176,11 +190,3 @@ def is_refusal(error: BaseException, function: Any) -> bool:
         return True
     place = kernel_errors.find_place(error)
     return place is not None and linecache.getline(place.file, place.line).lstrip().startswith(("raise", "assert"))
-
-
-def trace(function: Callable[..., Any], *operands: Any) -> Any:
-    """Trace a function abstractly. Returns the shapes and dtypes of its result, or the exception that it raised."""
-    try:
-        return jax.eval_shape(function, *operands)
-    except Exception as error:
-        return error

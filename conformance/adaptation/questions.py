@@ -92,6 +92,18 @@ SIZES = (
 """Sizes to try, the cheapest first: kernels may demand multiples of 8, 64 or 128, and equal lengths."""
 
 
+_FIELDS: dict[str, dict[str, Any]] = {
+    "causal": {"mask": "causal"},
+    "window": {"mask": "window-l3-r0"},
+    "soft_cap": {"soft_cap": 3.0},
+    "sinks": {"sinks": True},
+    "bias": {"bias": "bias"},
+    "scale": {"scale": 0.31},
+    "alibi_slopes": {"alibi": True},
+}
+"""The fields of a case that has an operand, for those that may be refused together."""
+
+
 class Interview:
     """Asks questions about one function.
 
@@ -126,6 +138,7 @@ class Interview:
             self.ask_heads,
             self.ask_lengths,
             self.ask_dtypes,
+            self.ask_pairs,
             self.ask_cap_order,
             self.ask_gradients,
             self.ask_empty_rows,
@@ -610,6 +623,22 @@ class Interview:
                 asked = f"{dtype} raises {_shorten(outcome.error)}. Is it wrong?"
                 self.add_answer(dtype, "raises", _shorten(outcome.error), asked)
 
+    def ask_pairs(self) -> None:
+        """Ask which two operands the function refuses together, by tracing it."""
+        names = [name for name in self.recipe.parameters if name in _FIELDS]
+        for one, other in itertools.combinations(names, 2):
+            changes = {**_FIELDS[one], **_FIELDS[other]}
+            if {one, other} <= {"causal", "window"}:
+                continue
+            error = self.prober.trace(self.recipe, self.case(**changes))
+            if error is None or not is_refusal(error, self.target.function):
+                continue
+            reason = _shorten(kernel_errors.describe_kernel_error(error))
+            line = f"if {_write_given(one)} and {_write_given(other)}:"
+            refusal = (line, f'    raise NotImplementedError("{one} and {other} are not taken together")')
+            self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *refusal))
+            self.add_answer(f"{one} and {other}", "refused together", reason)
+
     def ask_cap_order(self) -> None:
         """Ask whether the soft cap comes before or after the bias."""
         if {"soft_cap", "bias"} <= set(self.recipe.parameters):
@@ -740,6 +769,10 @@ def _align(recipe: Recipe, size: Size, spec: str) -> str:
     """Return a mask spec with the offset of the alignment that a recipe declares."""
     offset = size.kv_length - size.q_length
     return f"{spec}-o{offset}" if recipe.declarations.get("causal") == "end" and offset else spec
+
+
+def _write_given(operand: str) -> str:
+    return operand if operand == "causal" else f"{operand} is not None"
 
 
 def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
