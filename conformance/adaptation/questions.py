@@ -67,6 +67,10 @@ class Size:
     kv_length: int
     depth: int
 
+    def describe(self) -> str:
+        """Describe the lengths and the depth."""
+        return f"{self.q_length} queries, {self.kv_length} keys and a depth of {self.depth}"
+
     def build_case(self, **changes: Any) -> Case:
         """Build a case of these sizes with as many key heads as query heads, in f32."""
         sizes: dict[str, Any] = {
@@ -176,6 +180,7 @@ class Interview:
     def _find_base_call(self, errors: dict[str, str]) -> bool:
         """Find a call without options that returns attention; returns whether there is one."""
         nearest: tuple[float, Recipe, Size, str] | None = None
+        wrong: dict[tuple[str, str], Size] = {}
         for size, dtype in itertools.product(SIZES, ("f32", "bf16")):
             for recipe in self._list_base_recipes():
                 found = self._try_base(recipe, size, dtype, errors)
@@ -183,8 +188,9 @@ class Interview:
                     continue
                 ratio, recipe, reading = found
                 if ratio <= 4:
-                    self._accept_base(recipe, size, dtype, reading, ratio)
+                    self._accept_base(recipe, size, dtype, reading, ratio, wrong.get((recipe.layout.axes, dtype)))
                     return True
+                wrong.setdefault((recipe.layout.axes, dtype), size)
                 if nearest is None or ratio < nearest[0]:
                     nearest = (ratio, recipe, size, dtype)
             if self.prober.is_out_of_time:
@@ -251,11 +257,17 @@ class Interview:
             return self._try_base(dataclasses.replace(recipe, fixed=fixed, out="result"), size, dtype, errors)
         return best[0], recipe, best[1]
 
-    def _accept_base(self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float) -> None:
+    def _accept_base(
+        self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float, wrong: Size | None
+    ) -> None:
+        """Keep the recipe of a call that returned attention; `wrong` are sizes at which it returned something else."""
         mask, scale = reading
         self._size, self._dtype, self.recipe = size, dtype, recipe
         evidence = f"{ratio:.2g} bounds from the oracle"
-        self.add_answer("layout", f"{recipe.layout.axes}{_describe_mapped(recipe.layout)}", evidence)
+        asked = ""
+        if wrong is not None and wrong != size:
+            asked = f"a plain call is right with {size.describe()}, and wrong with {wrong.describe()}. Is it wrong?"
+        self.add_answer("layout", f"{recipe.layout.axes}{_describe_mapped(recipe.layout)}", evidence, asked)
         if value := ", ".join(f"{name}={code}" for name, code in recipe.fixed.items()):
             self.add_answer("arguments in each call", value)
         parameters = self.target.find_parameters("scale")
@@ -417,9 +429,8 @@ class Interview:
                     continue
                 self._size = usual
                 self.recipe = self.recipe.add(operand, encoding)
-                lengths = f"{size.q_length} queries and {size.kv_length} keys"
-                wrong = f"{usual.q_length} and {usual.kv_length}"
-                asked = f"{name} is right with {lengths}, and wrong or refused with {wrong}. Is it wrong?"
+                lengths = size.describe()
+                asked = f"{name} is right with {lengths}, and wrong or refused with {usual.describe()}. Is it wrong?"
                 self.add_answer(
                     name, encoding.says, f"{outcome.ratio:.2g} bounds from the oracle with {lengths}", asked
                 )
@@ -622,6 +633,9 @@ class Interview:
             elif outcome.error:
                 asked = f"{dtype} raises {_shorten(outcome.error)}. Is it wrong?"
                 self.add_answer(dtype, "raises", _shorten(outcome.error), asked)
+            elif dtype == "f32" and not outcome.passes:
+                evidence = f"{outcome.ratio:.3g} bounds from the oracle"
+                self.add_answer(dtype, "rounded to fewer bits", evidence, "f32 results have fewer bits. Is that meant?")
 
     def ask_pairs(self) -> None:
         """Ask which two operands the function refuses together, by tracing it."""
