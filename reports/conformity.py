@@ -16,6 +16,7 @@ from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
 from reports.record_groups import JudgedImplementation
 from reports.records import (
     DEFAULT_PRECISION,
+    EARLY_END,
     EXPECTED_FAIL,
     FAIL,
     JUDGED,
@@ -118,7 +119,10 @@ def _compute_conformity(records: Iterable[Record], counts: Counts, unasked: Iter
 def summarize_run(groups: Mapping[JudgedImplementation, Sequence[Record]], run: RunInfo) -> RunSummary:
     """Summarize the records of a run, grouped by implementation."""
     implementations = summarize_implementations(groups, run)
-    return RunSummary(implementations, format_headline(implementations), format_state(run), format_shortfall(run))
+    ends = _list_early_ends(groups, implementations)
+    is_explained = not run.interrupted and len(ends) == sum(extent.is_partial for extent in run.extents.values())
+    shortfall = " ".join([*([] if ends and is_explained else filter(None, [format_shortfall(run)])), *ends])
+    return RunSummary(implementations, format_headline(implementations), format_state(run), shortfall)
 
 
 def summarize_implementations(
@@ -204,6 +208,19 @@ def format_shortfall(run: RunInfo) -> str:
         return ""
     done, planned = sum(extent.done for extent in partly), sum(extent.planned or 0 for extent in partly)
     return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
+
+
+def _list_early_ends(
+    groups: Mapping[JudgedImplementation, Sequence[Record]], implementations: Iterable[ImplementationSummary]
+) -> list[str]:
+    """List a sentence for each implementation whose jobs ended early, unless another run judged all of them."""
+    return [
+        f"{one.implementation.label}: {record.reason}."
+        for one in implementations
+        if one.extent.is_partial
+        for record in groups[one.implementation]
+        if record.check == EARLY_END
+    ]
 
 
 def _find_commonest_reason(records: Sequence[Record]) -> str:
