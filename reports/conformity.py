@@ -48,6 +48,7 @@ WRONG = frozenset({IN_PART, DOES_NOT_CONFORM})
 """The verdicts with which a run exits with 1. With `IN_PART`, a parameter that is probably an operand got nothing."""
 
 Entry = TypeVar("Entry")
+_MAX_REASONS = 3
 _UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
 
 
@@ -63,7 +64,7 @@ class ImplementationSummary:
       extent: how many of its planned jobs were judged, and whether that is the whole level.
       text: the verdict with its qualifications, as a phrase that follows the implementation's name.
       declared: its declarations that lower the requirements below the defaults; empty if something is wrong in it.
-      reason: the most frequent reason why it could not be judged; empty if it was judged.
+      reason: why it could not be judged; empty if it was judged.
     """
 
     implementation: JudgedImplementation
@@ -148,7 +149,7 @@ def _summarize_implementation(
         extent=extent,
         text=_format_conformity(implementation, conformity, records, counts, extent, run),
         declared=", ".join(_find_entry(run.declared, implementation) or ()) if conforms else "",
-        reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
+        reason=_explain_no_judgement(records) if conformity == NOT_JUDGED else "",
     )
 
 
@@ -223,8 +224,21 @@ def _list_early_ends(
     ]
 
 
-def _find_commonest_reason(records: Sequence[Record]) -> str:
-    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged."""
+def count_reasons(reasons: Iterable[str]) -> str:
+    """List the commonest of the reasons why cases are unsupported, each with the number of cases; empty without any."""
+    counted = Counter(reasons).most_common()
+    parts = [f"{reason} ({format_count(count, 'case')})" for reason, count in counted[:_MAX_REASONS]]
+    others = sum(count for _, count in counted[_MAX_REASONS:])
+    return "; ".join([*parts, *([f"other reasons ({format_count(others, 'case')})"] if others else [])])
+
+
+def _explain_no_judgement(records: Sequence[Record]) -> str:
+    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged.
+
+    If no case is supported at all, the text has the reasons with their numbers.
+    """
+    if all(record.check == "support" for record in records):
+        return f"supports no case that was to be judged: {count_reasons(record.reason for record in records)}"
     for verdict in (UNJUDGED, UNSUPPORTED):
         reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
         if reasons:
