@@ -6,9 +6,9 @@ holds for the cases of the grid that were judged so far:
 
 1. The call came right in none of them. A result that is only slightly wrong, or right under another declaration, counts
    as right here.
-2. They have every coarse level of the planned cases between them (`cases.case_space.coarse_levels`), and no mark
-   (`cases.case_space.novelty`) in common that other planned cases lack. So the error belongs to no phase, dtype, mask,
-   size or operand. Each run begins with cases of every coarse level (`conformance.judging.prioritization`).
+2. They have every coarse level of the planned cases between them (`cases.case_space.coarse_levels`), so the error
+   belongs to no phase, dtype, mask, size or operand. Each run begins with such cases
+   (`conformance.judging.prioritization`).
 3. The call of several cases, which share no compiled program, broke the contract in the same way: it returned another
    form, shape or dtype, or raised at the same line. Or the calls of all cases ran out of time.
 """
@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from cases.case_space.coarse_levels import find_coarse_levels
-from cases.case_space.novelty import find_marks
 from conformance.execution import kernel_errors
 from conformance.judging.job import Job
 from conformance.judging.rejudgement import UNSTEADY
@@ -63,10 +62,7 @@ class FirstCases:
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         """Begin with no judged case of the planned `jobs`."""
-        cases = [job.case for job in jobs if job.is_on_grid]
-        self._missing = frozenset[str]().union(*map(find_coarse_levels, cases))
-        self._marks_of_all = frozenset.intersection(*map(find_marks, cases)) if cases else frozenset[str]()
-        self._common_marks: frozenset[str] | None = None
+        self._missing = frozenset[str]().union(*(find_coarse_levels(job.case) for job in jobs if job.is_on_grid))
         self._is_hopeless = True
         self._failed: dict[str, tuple[_Error, Record, str]] = {}  # by case: its error, its record and its program
         self.end: EarlyEnd | None = None
@@ -84,10 +80,8 @@ class FirstCases:
             self._is_hopeless = False
             return
         self._missing -= find_coarse_levels(job.case)
-        marks = find_marks(job.case) - self._marks_of_all
-        self._common_marks = marks if self._common_marks is None else self._common_marks & marks
         self._failed[job.case.id] = errors[0], records[0], job.case.program.rpartition("/")[0]
-        self.end = None if self._missing or self._common_marks else self._find_end()
+        self.end = None if self._missing else self._find_end()
 
     def _find_end(self) -> EarlyEnd | None:
         """Return the end of the jobs if enough cases have the same error."""
