@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shlex
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance import interrupts, packages
+from conformance import interrupts, packages, temporary_folders
 from conformance.fork_server import shared_server
 from conformance.gate import exit_guard, gate_options, kernel_suite, node_ids, stop_signals
 from conformance.session.failures import CannotJudge
@@ -40,6 +41,7 @@ _PLUGIN_NAME = "attention-conformance-gate"
 _RECORDS_ATTRIBUTE = "attention_conformance_records"
 _RUN_ATTRIBUTE = "attention_conformance_run"
 _HANDSHAKES = "attention-conformance-handshakes"
+_EARLY_ENDS = "attention-conformance-early-ends"
 _JUDGED: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 
 
@@ -83,6 +85,7 @@ class _Gate:
         self._sent_runs: set[str] = set()
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
+        self._ends_folder = ""  # has a file for each kernel whose jobs have ended early, for workers to see
         self._said: list[str] = []
         guard: exit_guard.ExitGuard | None = config.pluginmanager.get_plugin(exit_guard.PLUGIN_NAME)
         self._records: list[Record] = [] if guard is None else guard.records
@@ -248,7 +251,9 @@ class _Gate:
         """Pass this process's fork server, and the declarations that kernels made here, to a worker of pytest-xdist."""
         if self._shared_address is None:
             self._shared_address = shared_server.share_server()
+            self._ends_folder = self._resources.enter_context(temporary_folders.use_temporary_folder("early-ends")).path
         node.workerinput[_PLUGIN_NAME] = self._shared_address
+        node.workerinput[_EARLY_ENDS] = self._ends_folder
         if self._own is not None:
             from conformance.sandbox.sandboxed_executor import collect_handshakes
 
@@ -280,6 +285,8 @@ class _Gate:
         from conformance.gate.gate_summary import list_test_properties
 
         key = _get_run_key(item)
+        if reason := self._describe_early_end(key, job):
+            pytest.skip(reason)
         if not key:
             number, found = self._plan().judge(job)
         else:
@@ -290,6 +297,24 @@ class _Gate:
         item.stash[_JUDGED] = number, found
         item.user_properties += list_test_properties(job, found)
         return found
+
+    def _describe_early_end(self, key: str, job: Job) -> str:
+        """Return why a job is not judged, if the jobs of its kernel have ended early; empty if it is."""
+        if not self._is_worker:
+            return (self._planned[key] if key else self._plan()).describe_end(job)
+        from conformance.gate.gate_run import describe_unjudged
+
+        folder = getattr(self._config, "workerinput", {})[_EARLY_ENDS]
+        mark = Path(folder, _name_mark(job.implementation.name))
+        return describe_unjudged("") if not key and mark.exists() else ""
+
+    def _note_judged(self, key: str, number: int | None, found: list[Record]) -> None:
+        """Note the records of a job. If the jobs of its kernel end early, tell the workers of the gate's own run.
+
+        A kernel of a test file that workers judge is judged by all cases, since nothing here has planned them.
+        """
+        if key in self._planned and (name := self._planned[key].note_judged(number, found)) and self._ends_folder:
+            Path(self._ends_folder, _name_mark(name)).touch()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -329,6 +354,7 @@ class _Gate:
             (key, number), found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
             if key:
                 self._get_suite(key, getattr(report, _RUN_ATTRIBUTE, "")).add(report.nodeid, number, found)
+                self._note_judged(key, number, found)
                 return
             planned = self._plan().planned
             self._records += found
@@ -339,6 +365,7 @@ class _Gate:
                 self._journal = open_journal(planned)
             if number is None or number not in planned.finished:
                 self._journal.add(number, found)
+            self._note_judged(key, number, found)
         except JournalWriteError as error:
             kept = "; what was judged before is in it" if had_begun else ""
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
@@ -561,6 +588,11 @@ class _Gate:
             lines += format_suite_summary(result, report)
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _name_mark(implementation: str) -> str:
+    """Return the name of the file that tells workers that the jobs of an implementation have ended early."""
+    return hashlib.sha256(implementation.encode()).hexdigest()
 
 
 def _build_test_id(job: Job) -> str:

@@ -16,6 +16,7 @@ from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
 from reports.record_groups import JudgedImplementation
 from reports.records import (
     DEFAULT_PRECISION,
+    EARLY_END,
     EXPECTED_FAIL,
     FAIL,
     JUDGED,
@@ -50,6 +51,7 @@ With `IN_PART`, a parameter that is probably an operand got nothing, or question
 """
 
 Entry = TypeVar("Entry")
+_MAX_REASONS = 3
 _UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
 
 
@@ -65,7 +67,7 @@ class ImplementationSummary:
       extent: how many of its planned jobs were judged, and whether that is the whole level.
       text: the verdict with its qualifications, as a phrase that follows the implementation's name.
       declared: its declarations that lower the requirements below the defaults; empty if something is wrong in it.
-      reason: the most frequent reason why it could not be judged; empty if it was judged.
+      reason: why it could not be judged; empty if it was judged.
     """
 
     implementation: JudgedImplementation
@@ -125,7 +127,10 @@ def _compute_conformity(
 def summarize_run(groups: Mapping[JudgedImplementation, Sequence[Record]], run: RunInfo) -> RunSummary:
     """Summarize the records of a run, grouped by implementation."""
     implementations = summarize_implementations(groups, run)
-    return RunSummary(implementations, format_headline(implementations), format_state(run), format_shortfall(run))
+    ends = _list_early_ends(groups, implementations)
+    is_explained = not run.interrupted and len(ends) == sum(extent.is_partial for extent in run.extents.values())
+    shortfall = " ".join([*([] if ends and is_explained else filter(None, [format_shortfall(run)])), *ends])
+    return RunSummary(implementations, format_headline(implementations), format_state(run), shortfall)
 
 
 def summarize_implementations(
@@ -152,7 +157,7 @@ def _summarize_implementation(
         extent=extent,
         text=_format_conformity(implementation, conformity, records, counts, extent, run),
         declared=", ".join(_find_entry(run.declared, implementation) or ()) if conforms else "",
-        reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
+        reason=_explain_no_judgement(records) if conformity == NOT_JUDGED else "",
     )
 
 
@@ -214,8 +219,34 @@ def format_shortfall(run: RunInfo) -> str:
     return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
 
 
-def _find_commonest_reason(records: Sequence[Record]) -> str:
-    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged."""
+def _list_early_ends(
+    groups: Mapping[JudgedImplementation, Sequence[Record]], implementations: Iterable[ImplementationSummary]
+) -> list[str]:
+    """List a sentence for each implementation whose jobs ended early, unless another run judged all of them."""
+    return [
+        f"{one.implementation.label}: {record.reason}."
+        for one in implementations
+        if one.extent.is_partial
+        for record in groups[one.implementation]
+        if record.check == EARLY_END
+    ]
+
+
+def count_reasons(reasons: Iterable[str]) -> str:
+    """List the commonest of the reasons why cases are unsupported, each with the number of cases; empty without any."""
+    counted = Counter(reasons).most_common()
+    parts = [f"{reason} ({format_count(count, 'case')})" for reason, count in counted[:_MAX_REASONS]]
+    others = sum(count for _, count in counted[_MAX_REASONS:])
+    return "; ".join([*parts, *([f"other reasons ({format_count(others, 'case')})"] if others else [])])
+
+
+def _explain_no_judgement(records: Sequence[Record]) -> str:
+    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged.
+
+    If no case is supported at all, the text has the reasons with their numbers.
+    """
+    if all(record.check == "support" for record in records):
+        return f"supports no case that was to be judged: {count_reasons(record.reason for record in records)}"
     for verdict in (UNJUDGED, UNSUPPORTED):
         reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
         if reasons:

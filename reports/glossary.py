@@ -35,6 +35,7 @@ TERMS: Mapping[str, str] = {
 OTHER_ROWS: Mapping[str, str] = {
     "devices": "Not a check: the case needs more devices than this machine has.",
     "discrimination": "Not a check: a simple wrong result would pass the case, so it proves too little to be judged.",
+    "early_end": "Not a check: no call came right in cases of every kind, so the other cases were not judged.",
     "expectations": "Not a check: a listed known failure did not occur in the whole run.",
     "files": "Not a check: files of the kernel changed while it was judged.",
     "flags": "Not a check: too many results are right under one set of compiler flags only.",

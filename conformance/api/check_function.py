@@ -206,7 +206,8 @@ def assert_conforms(
 
     Raises:
       AssertionError: if it does not conform. The text has the findings as the command line prints them: the cause of
-        each, its plainest case, ratio and worst element, the likeliest planted bug, and the code that repeats it.
+        each, its plainest case, ratio and worst element, the likeliest planted bug, and the code that repeats it. If
+        the run ended early, the last line says why.
       NotJudgedError: if nothing was judged, which is neither a pass nor a failure.
       TypeError: as `check`.
       ValueError: as `check`.
@@ -218,7 +219,7 @@ def assert_conforms(
     if not found.is_judged:
         raise NotJudgedError(found)
     text = "\n".join(terminal.format_findings(found.session.summary)).rstrip()
-    raise AssertionError(f"{found.session.summary.headline}\n\n{text}")
+    raise AssertionError("\n\n".join(filter(None, (found.session.summary.headline, text, found.reason))))
 
 
 def _build_repetition(

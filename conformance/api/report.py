@@ -17,7 +17,7 @@ from conformance.session.run_outputs import check_writable
 from conformance.session.run_result import SessionResult
 from impls.contract.argument_validation import validate_arguments
 from reports import conformity, html_fragment, html_page, markdown_summary, output_files, terminal
-from reports.records import COMPLETE, Record, serialize_recorded_run
+from reports.records import COMPLETE, EARLY_END, Record, serialize_recorded_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +66,8 @@ class Report:
         console = Console(file=(text := io.StringIO()), width=_WIDTH, color_system=None, force_jupyter=False)
         terminal.print_summary(self.session.summary, console)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        return "\n".join([*lines, *([f"{self.verdict}: {self.reason}"] if self.reason else [])])
+        is_said = self.reason in self.session.summary.shortfall
+        return "\n".join([*lines, *([] if is_said else [f"{self.verdict}: {self.reason}"])])
 
     def __repr__(self) -> str:
         count = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
@@ -120,7 +121,8 @@ class Report:
 
 def build_report(name: str, result: SessionResult) -> Report:
     """Build the report of a session that judged one kernel."""
-    reason = result.reason if result.how != COMPLETE else ""
+    ends = [record.reason for record in result.records if record.check == EARLY_END]
+    reason = result.reason if result.how != COMPLETE else " ".join(ends)
     found = {one.conformity for one in result.summary.implementations}
     if result.exit_code == 0:
         verdict = conformity.KNOWN_FAILURES if conformity.KNOWN_FAILURES in found else conformity.CONFORMS

@@ -286,11 +286,18 @@ class Subject:
         return together or self.executor.residuals(problem)
 
     def run_results(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """Return `out` and the offered residuals by name, on a problem of any shape."""
+        """Return `out` and the offered residuals by name, on a problem of any shape.
+
+        Raises:
+          WrongReturn: if there is a residual of another name.
+        """
         if problem is self.problem:
-            return (self.residuals if self.implementation.residuals else self.forward).values
-        run = self.executor.residuals if self.implementation.residuals else self.executor.forward
-        return run(problem).values
+            result = self.residuals if self.implementation.residuals else self.forward
+        else:
+            run = self.executor.residuals if self.implementation.residuals else self.executor.forward
+            result = run(problem)
+        returned_values.check_names(result.values)
+        return result.values
 
     def require_shapes(self, result: Result) -> Result:
         """Return the result unchanged, after checking that it has the shapes of the case.
@@ -298,12 +305,12 @@ class Subject:
         Checks call this before they compute with a result.
 
         Raises:
-          WrongReturn: if an array of the result has another shape.
+          WrongReturn: if an array of the result has another shape, or there is a residual of another name.
         """
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
         returned_values.check_shape("out", result.values["out"], out)
-        for name in result.values.keys() - {"out"}:
+        for name in returned_values.check_names(result.values):
             returned_values.check_shape(name, result.values[name], (case.batch, case.num_q_heads, case.q_length))
         return result
 

@@ -14,6 +14,7 @@ from cases.operand_registry import RESIDUALS
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
+from conformance.execution import returned_values
 from conformance.execution.executor import Result
 from conformance.truth.comparison import compare
 
@@ -76,6 +77,7 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
     """Judge a residual and its dtype by the expectation, in elements `judged` (`subject.judged_residuals` if None)."""
     if name not in result.values:
-        return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
+        residuals = {other: x for other, x in result.values.items() if other != "out"}
+        return subject.judge_malformed(name, returned_values.describe_residuals(residuals, f"without {name!r}"))
     rows = subject.judged_residuals if judged is None else judged
     return subject.judge_residual(name, result.values[name], subject.expectation.forward[name], rows)

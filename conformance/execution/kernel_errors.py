@@ -51,6 +51,7 @@ _REFUSED_PRECISION = re.compile(
     r"The precision '(?:TF32_TF32_F32\w*|BF16_BF16_F32_X9)' is not supported by dot_general on \w+"
 )
 _REMOTE_MESSAGE = "_told_elsewhere"
+_HINT = "_conformance_hint"
 _NO_MESSAGE = "its message cannot be had"
 
 
@@ -78,6 +79,11 @@ def set_remote_message(error: BaseException, words: str) -> None:
     vars(error)[_REMOTE_MESSAGE] = words
 
 
+def add_hint(error: BaseException, hint: str) -> None:
+    """Add a hint at what the user may declare or change, which stands after the message in descriptions."""
+    vars(error)[_HINT] = hint
+
+
 def describe_kernel_error(error: BaseException) -> str:
     """Describe an exception in one line: type, first line of the message, and the place in the user's code.
 
@@ -89,6 +95,8 @@ def describe_kernel_error(error: BaseException) -> str:
     words = within or (
         _get_message(error) if isinstance(error, WrongReturn) else f"{type(error).__name__}: {_get_message(error)}"
     )
+    if hint := vars(error).get(_HINT):
+        words = f"{words}; {hint}"
     place = find_place(error)
     return make_printable(words if place is None else f"{words} ({place})")
 

@@ -10,11 +10,13 @@ up to six of them (`plain_support`), as far as the function has them: `causal` a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from cases.quantization import PAGES_HOLD
 from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
-from conformance.execution import plain_storage, plain_support, stored_calls
+from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
     Arithmetic,
@@ -45,6 +47,9 @@ from impls.contract.implementation import Implementation
 
 _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
 _OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+
+
+_NONE = re.compile(r"\bNone(Type)?\b")
 
 
 class NotAnAttentionFunction(TypeError):
@@ -108,7 +113,8 @@ def build_implementation(
             given["segment_ids"] = _mark_padding(*given["segment_ids"])
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
-        return invoke(*operands, **{**explicit, **given})
+        with _hint_at_open_sides(given.get("window")):
+            return invoke(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return call_by_position(q, k, v, **options)
@@ -152,6 +158,21 @@ def build_implementation(
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+@contextlib.contextmanager
+def _hint_at_open_sides(window: Any) -> Iterator[None]:
+    """Add a hint to an error about None, if that is what the call got for a side of its window that is open."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(window, tuple) and None in window and _NONE.search(str(error)):
+            kernel_errors.add_hint(
+                error,
+                "`window` has None for a side that is open: declare open_sides=-1, or open_sides='length', if the "
+                "function takes that number there",
+            )
+        raise
 
 
 @functools.lru_cache(maxsize=1 << 10)

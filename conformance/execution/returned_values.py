@@ -9,7 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from cases.operand_registry import RESIDUALS
 from conformance.execution.kernel_errors import WrongReturn
+
+_RESIDUALS_MUST = (
+    "with save_residuals=True the call must return (out, {'logsumexp': ..., 'max_logits': ...}) with an array "
+    "[B, N, T] for each"
+)
 
 
 def check_output(returned: Any) -> Any:
@@ -28,10 +34,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
         out, residuals = returned[0], dict(returned[1])
         if all(map(_is_array, (out, *residuals.values()))):
             return out, residuals
-    raise WrongReturn(
-        "with save_residuals=True the call must return (out, {'logsumexp': ..., 'max_logits': ...}) with an array for "
-        f"each, and returned {_describe_value(returned)}"
-    )
+    raise WrongReturn(f"{_RESIDUALS_MUST}, and returned {_describe_value(returned)}")
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
@@ -62,8 +65,21 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
     """Return the residual of this name. Raises `WrongReturn` if the call returned no residual of this name."""
     if name in residuals:
         return residuals[name]
-    others = ", ".join(map(repr, residuals)) or "none"
-    raise WrongReturn(f"the residuals have no entry {name!r}; those returned: {others}")
+    raise WrongReturn(describe_residuals(residuals, f"without {name!r}"))
+
+
+def check_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the residuals among the results of a call. Raises `WrongReturn` if one is no residual."""
+    residuals = {name: x for name, x in values.items() if name != "out"}
+    for name in residuals:
+        if name not in RESIDUALS:
+            raise WrongReturn(describe_residuals(residuals, f"where {name!r} is unknown"))
+    return sorted(residuals)
+
+
+def describe_residuals(residuals: Mapping[str, Any], what: str) -> str:
+    """Describe residuals that a call must not return, such as `without 'logsumexp'`, and what it must return."""
+    return f"{_RESIDUALS_MUST}, and returned the residuals {_describe_value(residuals)}, {what}"
 
 
 def _is_array(x: Any) -> bool:
@@ -91,7 +107,9 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
         returned.close()  # so that Python does not warn about a coroutine that was never awaited
         return "a coroutine: the function is `async`"
     if isinstance(returned, Mapping):
-        return f"a mapping with {', '.join(map(repr, list(returned)[:4])) or 'nothing in it'}"
+        entries = [f"{name!r}: {_describe_value(value, within=True)}" for name, value in list(returned.items())[:4]]
+        more = ", ..." if len(returned) > 4 else ""
+        return f"{{{', '.join(entries)}{more}}}" if entries else "an empty mapping"
     if isinstance(returned, tuple | list) and not within:
         items = ", ".join(_describe_value(item, within=True) for item in list(returned)[:4])
         unasked = len(returned) == 2 and isinstance(returned[1], Mapping)

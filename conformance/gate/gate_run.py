@@ -17,17 +17,18 @@ from conformance.gate.completeness import find_missing_judgements
 from conformance.gate.keyword_selection import select_checks
 from conformance.gate.node_ids import NamedJob
 from conformance.judging import flag_share, provenance
+from conformance.judging.early_end import EarlyEnds
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner, build_changed_file_records
 from conformance.session.failures import CannotJudge
-from conformance.session.job_judging import open_journal
+from conformance.session.job_judging import find_early_ends, open_journal
 from conformance.session.planned_run import PlannedRun, describe_unasked, find_number, load_resumed, select_jobs
 from conformance.session.process_setup import isolate_settings
 from conformance.session.resolved_run import create_runner
 from conformance.session.run_outputs import check_outputs, find_step_summary
 from conformance.session.run_result import FollowedUp, finish_run, follow_up_run, merge_runs
-from conformance.session.run_spec import RunSpec
+from conformance.session.run_spec import OPTIONS, RunSpec
 from impls.contract.implementation import Implementation
 from reports.conformity import describe_uncalled
 from reports.page_model import Summary, build_summary
@@ -70,6 +71,25 @@ class PlannedTests:
         if number is not None and (found := self.planned.finished.get(number)) is not None:
             return number, list(found)
         return number, self._runner.judge(job)
+
+    @functools.cached_property
+    def _ends(self) -> EarlyEnds:
+        return find_early_ends(self.planned, self.planned.finished)
+
+    def note_judged(self, number: int | None, found: Sequence[Record]) -> str:
+        """Note the records of a job that was judged here or by a worker, by its number in the plan.
+
+        Returns:
+          The name of the implementation whose further jobs end with this one; empty if none do.
+        """
+        if number is None or not self._ends.add(job := self.planned.plan.jobs[number], found):
+            return ""
+        return job.implementation.name
+
+    def describe_end(self, job: Job) -> str:
+        """Return why a job is not judged, if the jobs of its implementation have ended early; empty if it is."""
+        end = self._ends.ends.get(job.implementation.name)
+        return "" if end is None else describe_unjudged(end.example.reason)
 
     def add_named_jobs(self, named: Sequence[NamedJob], *, only: bool) -> None:
         """Add tests for jobs that the plan lacks, such as those of another level or seed.
@@ -130,6 +150,12 @@ class PlannedTests:
                 return text
         is_grid = check not in CHECKS_BY_NAME or CHECKS_BY_NAME[check].scope is GRID
         return case if is_grid else f"{check}-{case}"
+
+
+def describe_unjudged(error: str) -> str:
+    """Describe why a test judges nothing after the jobs of its kernel have ended early; `error` may be empty."""
+    why = f" as in the cases judged before: {error}" if error else " in the cases judged before"
+    return f"not judged, since no call came right{why} (--conformance-{OPTIONS['keep_going'].name} judges it)"
 
 
 def _describe_named(count: int) -> str:

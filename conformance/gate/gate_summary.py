@@ -14,6 +14,7 @@ from conformance.session.run_annotations import annotate_run
 from conformance.session.run_result import SessionResult
 from reports import changes, terminal
 from reports.changes import Comparison
+from reports.page_model import Summary
 from reports.printable_text import make_printable
 from reports.records import Record, Run
 
@@ -93,6 +94,7 @@ def format_terminal_summary(
         *terminal.format_findings(result.summary, report),
         *counted,
         *notes,
+        *_list_shortfall(result.summary),
         result.summary.headline,
         *annotate_run(records, result.comparison, result.summary.run),
     ]
@@ -112,6 +114,7 @@ def format_suite_summary(result: SuiteResult, report: str) -> list[str]:
         *_format_counts(result.records),
         *_format_places(result.recorded.run),
         *result.notes,
+        *_list_shortfall(result.summary),
         result.summary.headline,
         *annotate_run(result.records, None, result.summary.run),
     ]
@@ -138,6 +141,11 @@ def _format_counts(records: Iterable[Record]) -> list[str]:
         f"{name:<{width}}  " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
         for name, count in sorted(counts.items())
     ]
+
+
+def _list_shortfall(summary: Summary) -> list[str]:
+    """Return a line that says that planned jobs were not judged and why; none if all were, or the run was stopped."""
+    return [summary.shortfall] if summary.shortfall and not summary.run.interrupted else []
 
 
 def _format_places(run: Run) -> list[str]:

@@ -37,6 +37,9 @@ from reports.records import Record, parse_record, serialize_record
 _JOBS_PER_TASK = 4
 
 
+# Each of the first tasks has one program only, so that it is known soon if a kernel's first cases all fail.
+_FIRST_TASKS = 8
+
 # The sources of kernels that were imported into this process, which Python does not import again.
 _imported_sources: dict[str, tuple[str, str]] = {}
 
@@ -114,7 +117,10 @@ def _serialize_job(job: Job, kernels: KernelOptions, *, exploring: bool) -> _Job
 
 
 def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
-    """Group jobs into tasks, in order: a few short jobs each, or one job each with `one_by_one`."""
+    """Group jobs into tasks, in order: a few short jobs each, or one job each with `one_by_one`.
+
+    Jobs that share a program are one task. The first tasks have no others.
+    """
     if one_by_one:
         return [[job] for job in jobs]
     chunks: list[list[Job]] = []
@@ -126,7 +132,7 @@ def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
             and previous.implementation.accelerator.platform == job.implementation.accelerator.platform
             and previous.short
             and job.short
-            and (shares_program or len(chunks[-1]) < _JOBS_PER_TASK)
+            and (shares_program or (len(chunks) > _FIRST_TASKS and len(chunks[-1]) < _JOBS_PER_TASK))
         )
         if joins_previous:
             chunks[-1].append(job)

@@ -1,12 +1,14 @@
 """Order the jobs of a run so that jobs that test the most new properties per second come first.
 
-The level `smoke` is the beginning of this order. The calls of a user's first minute come after a few programs of the
-grid, at every level. A case has *marks* (`cases.case_space.novelty`): properties such as
-mask, dtype and size. The value of a case is the number of marks, and pairs of marks, that no earlier case has. Nearly
-all of the cost of a case is compilation. So cases that share compiled programs stay together, and cost little more than
-one case. The next program is always the one with the highest value per cost, as in greedy set cover (Chvatal, 1979, "A
-Greedy Heuristic for the Set-Covering Problem"). Costs are constants, not measurements, so the order is the same on
-every machine.
+The level `smoke` is the beginning of this order. It begins with a few programs whose cases have every coarse level
+between them (`cases.case_space.coarse_levels`): if all of them fail in the same way, the run ends early
+(`conformance.judging.early_end`). The calls of a user's first minute come next, at every level.
+
+A case has *marks* (`cases.case_space.novelty`): properties such as mask, dtype and size. The value of a case is the
+number of marks, and pairs of marks, that no earlier case has. Nearly all of the cost of a case is compilation. So cases
+that share compiled programs stay together, and cost little more than one case. The next program is always the one with
+the highest value per cost, as in greedy set cover (Chvatal, 1979, "A Greedy Heuristic for the Set-Covering Problem").
+Costs are constants, not measurements, so the order is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import itertools
 from collections.abc import Sequence, Set
 
 from cases.case import Case
+from cases.case_space.coarse_levels import find_coarse_levels
 from cases.case_space.novelty import Pair, find_marks, pair_marks
 from conformance.check_api.scopes import FIRST
 from conformance.check_api.subchecks import Subchecks
@@ -53,16 +56,17 @@ _FORWARD_COST, _PULLBACK_COST, _SHARED_CASE_COST, _MULTIPLICATIONS_PER_COST = 1.
 def order_jobs(jobs: Sequence[Job]) -> list[Job]:
     """Order the jobs of one implementation: those that `smoke` begins with, then long jobs, then all others.
 
-    A long job compiles many programs. If it began last, it would keep one process busy while the others are idle.
+    Among the first are also programs with coarse levels that `smoke` lacks. A long job compiles many programs. If it
+    began last, it would keep one process busy while the others are idle.
     """
-    first = _select_first_jobs(jobs)
+    first = _select_first_jobs(jobs, is_smoke=False)
     first_ids = {id(job) for job in first}
     return first + sorted((job for job in jobs if id(job) not in first_ids), key=lambda job: job.short)
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
     """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
-    first = _select_first_jobs(jobs)
+    first = _select_first_jobs(jobs, is_smoke=True)
     first_ids = {id(job) for job in first}
     off_grid = (
         dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
@@ -72,16 +76,46 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
     return first + [job for job in off_grid if job.checks]
 
 
-def _select_first_jobs(jobs: Sequence[Job]) -> list[Job]:
+def _select_first_jobs(jobs: Sequence[Job], *, is_smoke: bool) -> list[Job]:
     """Return the jobs that every level begins with, in their order.
 
-    They are the jobs of the `SMOKE_PROGRAMS` most valuable programs of the grid. Among these, after the first few
-    programs, come the calls of a user's first minute.
+    They are the jobs of the `SMOKE_PROGRAMS` most valuable programs of the grid, and except at `smoke`, of those with
+    further coarse levels. The programs that have every coarse level between them come first. After the first few come
+    the calls of a user's first minute.
     """
-    programs = [list(program) for program in order_programs(jobs)[:SMOKE_PROGRAMS]]
+    ordered = order_programs(jobs)
+    first, others = ordered[:SMOKE_PROGRAMS], ordered[SMOKE_PROGRAMS:]
+    covering = _choose_covering(first)
+    further = [] if is_smoke else _choose_covering(others, met=_find_levels(covering))
+    rest = [program for program in first if program not in covering]
+    programs = [*covering, *further, *rest]
     first_calls = [job for job in jobs if {check.scope for check in job.checks} == {FIRST}]
     programs.insert(_PROGRAMS_BEFORE_FIRST_CALLS, first_calls)
     return [job for program in programs for job in program]
+
+
+def _choose_covering(programs: Sequence[list[Job]], met: Set[str] = frozenset()) -> list[list[Job]]:
+    """Choose programs whose cases have between them every coarse level that any has, apart from those `met`.
+
+    They are chosen one by one, by the number of new levels for the cost of their cases. A cheap one comes first, and
+    the most costly one next: other processes judge the others meanwhile.
+    """
+    missing = _find_levels(programs) - met
+    chosen: list[list[Job]] = []
+    while missing:
+        chosen.append(max(programs, key=lambda program: len(_find_levels([program]) & missing) / _sum_costs(program)))
+        missing -= _find_levels(chosen[-1:])
+    return chosen[:1] + sorted(chosen[1:], key=_sum_costs, reverse=True)
+
+
+def _find_levels(programs: Sequence[Sequence[Job]]) -> frozenset[str]:
+    """Return the coarse levels of the cases of programs."""
+    return frozenset[str]().union(*(find_coarse_levels(program[0].case) for program in programs))
+
+
+def _sum_costs(program: Sequence[Job]) -> float:
+    """Return the cost of a program for each of its cases, so that programs of few cases cost little."""
+    return len(program) * _estimate_cost(program[0].case, program[0].selection)
 
 
 def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:

@@ -45,6 +45,8 @@ from reports import records
 
 ENOUGH_CONFIRMED = 2
 """The number of confirmed failures of a result in a check, after which its failures are not judged again."""
+UNSTEADY = "right when called again in the same way: the result depends on earlier calls"
+"""The end of the reason of a failure that did not occur a second time."""
 FRESH_PROCESSES = 2
 """The number of fresh processes for each of the two sets of flags that must agree that the flags are the cause."""
 # The number of results that may depend on the flags before their share is limited: early in a run, even one such result
@@ -55,7 +57,6 @@ _PLAIN_CHECKS = frozenset({"forward", "residuals", "primal", "gradients", "gradi
 # The scopes of checks whose compiled programs are cached by the executor, so that running a check again is cheap.
 _CACHING_SCOPES = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
-_UNSTEADY = "right when called again in the same way: the result depends on earlier calls"
 _TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA is known to cause"
 
 
@@ -213,7 +214,7 @@ def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names
     These results were right when judged again, but the flags are not the cause.
     """
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
-    unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
+    unsteady = {judgement.observable: _add_reason(judgement, UNSTEADY) for judgement in wrong}
     present = {judgement.observable for judgement in judgements}
     missing = [judgement for name, judgement in unsteady.items() if name not in present]
     return [unsteady.get(judgement.observable, judgement) for judgement in judgements] + missing

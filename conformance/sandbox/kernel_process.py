@@ -47,6 +47,8 @@ _MAX_KEPT_OUTPUT = 4096  # the last bytes of the kernel's output that are kept f
 _PIPE_BYTES = 2**20  # capacity of a pipe if the system allows it: large enough for most operands in one write
 _DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe if the system does not allow more
 _MAX_PENDING = 4
+TIMED_OUT = "the call did not return within"
+"""The first words of the message of a call that takes longer than its limit."""
 # After this many timeouts, the time limit of a call is a multiple of the time of the slowest call that returned.
 _TIMEOUTS_BEFORE_CUT = 2
 _MIN_LOAD_SECONDS = 120.0  # `--timeout` limits calls; loading, which may import JAX, gets at least this
@@ -449,9 +451,7 @@ class _RunningProcess:
             elif self._process.wait(0) is not None:
                 raise ProcessLost(self._describe_end())
             if time.monotonic() > deadline:
-                raise CallTimeout(
-                    f"the call did not return within {limits.timeout:.3g} s (--timeout){self.format_output()}"
-                )
+                raise CallTimeout(f"{TIMED_OUT} {limits.timeout:.3g} s (--timeout){self.format_output()}")
         return bytes(received)
 
     def _describe_end(self) -> str:

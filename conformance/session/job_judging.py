@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
 from conformance import interrupts
 from conformance.execution.implementation_registry import ImplementationNotFound
+from conformance.judging.early_end import EarlyEnds
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.judging.parallel_judging import judge_in_parallel
@@ -33,6 +34,10 @@ ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractCo
 """A function that opens a progress display, given the number of all jobs and the records of finished jobs."""
 Say: TypeAlias = Callable[[str], None]
 """A function that shows the user one line of text."""
+
+
+class _KernelEnded(Exception):
+    """Raised after a job with which the jobs of its kernel end early, to judge on without the others."""
 
 
 class _NoDisplay:
@@ -67,7 +72,7 @@ def open_journal(planned: PlannedRun, run: Run | None = None, *, started: float 
 def judge_jobs(
     planned: PlannedRun, journal: Journal, show_progress: ShowProgress = show_no_progress
 ) -> tuple[str, str]:
-    """Judge and record all jobs, except those that the resumed file has.
+    """Judge and record all jobs, except those that the resumed file has, and those of kernels that end early.
 
     Returns:
       How the run ended (`complete`, `interrupted` or `failed`), and why unless it is complete.
@@ -77,6 +82,7 @@ def judge_jobs(
     fail_fast = planned.resolved.spec.fail_fast
     if fail_fast:
         waiting.sort(key=lambda job: not job.short)  # short jobs first, so that a failure shows sooner
+    ends = find_early_ends(planned, planned.finished)
     try:
         with interrupts.raise_on_signal(), show_progress(len(planned.jobs), finished) as progress:
             interrupts.raise_if_stopped()
@@ -84,11 +90,19 @@ def judge_jobs(
             def on_job(job: Job, judged: list[Record]) -> None:
                 journal.add_job(numbers[id(job)], judged)
                 progress.advance(judged)
+                is_last = ends.add(job, judged)
                 if fail_fast and any(record.verdict in RED for record in judged):
                     raise RunStopped(FIRST_FAILURE)
+                if is_last:
+                    raise _KernelEnded
 
-            if waiting:
-                _judge_waiting(planned, waiting, on_job)
+            while waiting := [job for job in waiting if not ends.has_ended(job)]:
+                try:
+                    _judge_waiting(planned, waiting, on_job)
+                    break
+                except _KernelEnded:
+                    done = journal.recorded.done
+                    waiting = [job for job in waiting if numbers[id(job)] not in done]
     except RunStopped as error:
         return INTERRUPTED, str(error)
     # A worker may fail to load a kernel.
@@ -97,9 +111,17 @@ def judge_jobs(
     except KeyboardInterrupt:
         return INTERRUPTED, interrupts.describe_signal()
     done = journal.recorded.done
-    if missing := sum(numbers[id(job)] not in done for job in planned.jobs):
+    if missing := sum(numbers[id(job)] not in done and not ends.has_ended(job) for job in planned.jobs):
         return FAILED, f"{missing:,} of its jobs have no records"
     return COMPLETE, ""
+
+
+def find_early_ends(planned: PlannedRun, done: Mapping[int, Sequence[Record]]) -> EarlyEnds:
+    """Return the kernels whose jobs end early by the jobs that are done, whose records are given by their numbers."""
+    ends = EarlyEnds(planned.jobs, is_enabled=planned.resolved.spec.may_end_early)
+    for number, found in done.items():
+        ends.add(planned.plan.jobs[number], found)
+    return ends
 
 
 def _judge_waiting(planned: PlannedRun, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:

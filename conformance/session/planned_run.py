@@ -13,9 +13,11 @@ from pathlib import Path
 import jax
 import msgspec
 
+from cases.case_id import matches_query
+from cases.grid import build_grid
 from cases.name_suggestions import suggest_query
 from cases.parameter_names import name_parameters
-from conformance.check_api.scopes import ImplementationGrids
+from conformance.check_api.scopes import ImplementationGrids, select_models
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.judging import provenance, run_plan
 from conformance.judging.job import Job
@@ -27,6 +29,7 @@ from conformance.session.project_lookup import parse_case, select_problem_cases
 from conformance.session.resolved_run import ResolvedRun
 from impls.contract.implementation import Implementation
 from reports import text_format
+from reports.conformity import count_reasons
 from reports.records import Record, Run, read_runs
 
 _START_SECONDS, _CHECK_SECONDS = 5.0, 0.05
@@ -209,9 +212,24 @@ def _describe_empty_plan(resolved: ResolvedRun) -> str:
         for one in resolved.implementations
         for seed in spec.seeds or (0,)
     ]
+    for one in resolved.implementations:
+        if declined := _describe_declined(one, resolved):
+            return f"{one.name} supports no case that {query} matches: {declined}"
     ids = (case.id for one in grids for grid in one.all_grids for case in grid.cases)
     closest = suggest_query(spec.cases, ids)
     return f"no case of the grid matches {query}{closest} (see `python -m conformance list cases`)"
+
+
+def _describe_declined(implementation: Implementation, resolved: ResolvedRun) -> str:
+    """Describe why cases are unsupported that the query matches on the grid of all features; empty if it matches none.
+
+    The grid of an implementation has no combinations with features that it does not support.
+    """
+    spec = resolved.spec
+    seeds, models = spec.seeds or (0,), select_models(implementation)
+    grids = [build_grid(get_grid_level("quick"), seed, lambda case: None, one) for seed in seeds for one in models]
+    matched = {case for grid in grids for case in grid.cases if matches_query(spec.cases or "", case.id)}
+    return count_reasons(reason for case in matched if (reason := implementation.supports(case)) is not None)
 
 
 def _describe_run(planned: PlannedRun) -> Run:

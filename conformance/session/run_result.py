@@ -10,13 +10,13 @@ import msgspec
 
 from conformance import interrupts
 from conformance.follow_up import bug_diagnosis, follow_up
-from conformance.judging import flag_share
+from conformance.judging import early_end, flag_share
 from conformance.judging.journal import Journal, JournalWriteError
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.runner import build_changed_file_records, build_hardware_records
 from conformance.sensitivity import detection_table
 from conformance.session.failures import choose_exit_code
-from conformance.session.job_judging import Say, say_nothing
+from conformance.session.job_judging import Say, find_early_ends, say_nothing
 from conformance.session.planned_run import PlannedRun
 from conformance.session.resolved_run import ResolvedRun, create_runner
 from conformance.session.run_comparison import compare_runs, gather_compared_runs
@@ -83,21 +83,24 @@ class SessionResult:
 def follow_up_run(planned: PlannedRun, journal: Journal, say: Say = say_nothing) -> FollowedUp:
     """Confirm findings, compare failing kernels with planted bugs, and with `--shrink` shrink findings.
 
+    Findings of kernels whose jobs ended early are neither confirmed nor compared: every call fails.
     A stop signal ends only this step: results are still written. Raises `JournalWriteError`.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return FollowedUp()
     resolved, spec = planned.resolved, planned.resolved.spec
+    ended = find_early_ends(planned, journal.recorded.done).ends
     # What this process can judge further is on the platform where it was judged.
     elsewhere = resolved.remote.pool.platforms if resolved.remote is not None else frozenset()
     implementations = [each for each in resolved.implementations if each.accelerator.platform not in elsewhere]
+    followed = [each for each in implementations if each.name not in ended]
     is_diagnosed = False
-    if not spec.is_one_case_or_problem:
+    if followed and not spec.is_one_case_or_problem:
         seconds = follow_up.FollowUpSeconds(
             spec.confirm_seconds, spec.diagnose_seconds, spell_diagnose_option(spec.command)
         )
         runner = create_runner(resolved, confirmed=0)
-        follow_up.follow_up(journal, implementations, runner, seconds, spent=journal.seconds, say=say)
+        follow_up.follow_up(journal, followed, runner, seconds, spent=journal.seconds, say=say)
         is_diagnosed = spec.diagnose_seconds != 0
     shrunk: list[str] = []
     if spec.shrink and interrupts.get_received_signal() is None:
@@ -129,6 +132,7 @@ def finish_run(
     try:
         found = journal.recorded.records
         journal.add_records(_set_repetition(resolved, build_hardware_records(_list_without_chip(resolved, found))))
+        journal.add_records(_set_repetition(resolved, _build_early_end_records(planned, journal)))
         found = journal.recorded.records
         excess = _set_repetition(resolved, flag_share.find_excess(found))
         journal.add_records(excess)
@@ -158,6 +162,28 @@ def finish_run(
         lacks_platform=lacks_platform,
         exit_code=interrupts.resolve_exit_code(code),
     )
+
+
+def _build_early_end_records(planned: PlannedRun, journal: Journal) -> list[Record]:
+    """Build a record for each kernel whose jobs ended early."""
+    spec, done = planned.resolved.spec, journal.recorded.done
+    is_python = not spec.option_prefix
+    found = []
+    for name, end in find_early_ends(planned, done).ends.items():
+        its_jobs = [planned.numbers[id(job)] for job in planned.jobs if job.implementation.name == name]
+        judged = sum(number in done for number in its_jobs)
+        if judged < len(its_jobs):
+            found.append(
+                early_end.build_record(
+                    end,
+                    judged,
+                    len(its_jobs),
+                    adapt="conformance.adapt(function)" if is_python else f"python -m conformance adapt --impl={name}",
+                    keep_going=f"{spec.spell('keep_going')}{'=True' if is_python else ''}",
+                    timeout=f"{spec.spell('timeout')}=SECONDS",
+                )
+            )
+    return found
 
 
 def _list_without_chip(resolved: ResolvedRun, found: Sequence[Record]) -> list[Implementation]:

@@ -284,6 +284,9 @@ class RunSpec:
     )
     shrink: bool = option(False, HOW, "then search for the smallest case of each finding, a minute each at most")
     fail_fast: bool = option(False, HOW, "stop at the first failure; cheap cases come first")
+    keep_going: bool = option(
+        False, HOW, "judge all cases also of a kernel whose call comes right in no kind of case", pytest=True
+    )
     require_platform: str | None = option(
         None,
         HOW,
@@ -379,6 +382,15 @@ class RunSpec:
         return not (self.describe_narrowing() or self.level == "smoke" or self.seeds or self.shard)
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether the run of a kernel ends early if its first cases show that no call comes right.
+
+        Cases that the user selected may all have the property to which an error belongs, so they are all judged.
+        """
+        is_selected = self.is_one_case_or_problem or self.cases is not None or self.regressions or self.selection
+        return not (self.keep_going or is_selected)
+
+    @property
     def chosen_level(self) -> str:
         """The level of the run, also where the user gave none."""
         return self.level or OPTIONS["level"].implied
@@ -453,6 +465,7 @@ class CheckOptions(SuiteOptions, total=False):
     confirm_seconds: float | None
     diagnose_seconds: float | None
     fail_fast: bool
+    keep_going: bool
 
 
 def add_option(group: argparse._ActionsContainer, field: str, **changes: Any) -> None:

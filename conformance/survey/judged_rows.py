@@ -120,7 +120,7 @@ def _run_in(
     _write_settings(row, folder)
     python = _find_python(made, folder)
     ask = [f"--impl={name}" for name in row.functions]
-    options = [f"--level={outcome.level}", f"--report={PAGE}", *([f"--jobs={jobs}"] if jobs else [])]
+    options = [f"--level={outcome.level}", f"--report={PAGE}", "--keep-going", *([f"--jobs={jobs}"] if jobs else [])]
     command = [python, "-m", "conformance", "run"]
     code = None
     if _has_stopped_run(folder / RECORDS):

@@ -10,6 +10,7 @@ from reports.records.error_map import MAX_CELLS, ErrorMap
 from reports.records.record import (
     DECLARATIONS_TRIED,
     DEFAULT_PRECISION,
+    EARLY_END,
     ERROR,
     EXPECTED_FAIL,
     FAIL,

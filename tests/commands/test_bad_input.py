@@ -116,7 +116,7 @@ KINDS = [
     ("none", ERROR, f"{WRONG_RETURN}None: is there a `return`?"),
     ("lists", ERROR, f"{WRONG_RETURN}a list of 1 (an array float32[1, 2, 2, 4])"),
     ("pair", ERROR, "which is right only with save_residuals=True"),
-    ("mapping", ERROR, f"{WRONG_RETURN}a mapping with 'out'"),
+    ("mapping", ERROR, f"{WRONG_RETURN}{{'out': an array float32[1, 2, 2, 4]}}"),
     ("three", ERROR, f"{WRONG_RETURN}a tuple of 3 ("),
     ("text", ERROR, f"{WRONG_RETURN}a string"),
     ("yields", ERROR, f"{WRONG_RETURN}a generator"),
@@ -138,8 +138,8 @@ KINDS = [
     ("stops", ERROR, "StopIteration"),
     ("many", ERROR, "ExceptionGroup: two (2 sub-exceptions) (kernels.py:31: "),
     ("never", UNSUPPORTED, "the call raises NotImplementedError"),
-    ("unnamed", ERROR, f"{NO_RESIDUALS} with an array for each, and returned a tuple of 2 ("),
-    ("nothing", ERROR, f"{NO_RESIDUALS} with an array for each, and returned a tuple of 2 ("),
+    ("unnamed", ERROR, f"{NO_RESIDUALS} with an array [B, N, T] for each, and returned a tuple of 2 ("),
+    ("nothing", ERROR, f"{NO_RESIDUALS} with an array [B, N, T] for each, and returned a tuple of 2 ("),
 ]
 
 

@@ -60,6 +60,7 @@ REFUSED = [
     ([*RUN, "--seed=x"], "must be a whole number or random, got 'x' (see python -m conformance run --help)"),
     ([*RUN, "--require-platfrom=tpu"], "unrecognized arguments"),
     (["run", "kernel.py:attention"], "a kernel is named by --impl=kernel.py:attention"),
+    (["run", "--impl=kernels.py:right", "--cases=*/seg/sinks*"], "right supports no case that --cases='*/seg/sinks*'"),
     (["list", "bogus"], "invalid choice: 'bogus'"),
     (["list", "--impl=dot_product"], "--impl goes with `list cases`"),
     (["explore", "--impl=jax_nn_cudnn"], "jax_nn_cudnn cannot run here: cuDNN attention needs an NVIDIA GPU"),

@@ -22,9 +22,11 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from impls.contract.declarations import declare
 from reports.printable_text import make_printable
 from reports.records import ERROR, UNSUPPORTED, Record, parse_record, serialize_record
 
+OPEN = "train/f32/B1.T64.S64.N1.K1.H32.V32/window-l9-rinf/normal/s0"
 CASE = parse_case_id("train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0")
 KERNEL = """\
 import jax, jax.numpy as jnp
@@ -202,11 +204,11 @@ RETURNED: list[tuple[Callable[..., Any], str]] = [
     (coroutine, "a coroutine: the function is `async`"),
     (lambda q, k, v: "out", "a string"),
     (lambda q, k, v: 1.0, "a float"),
-    (lambda q, k, v: {"out": q}, "a mapping with 'out'"),
+    (lambda q, k, v: {"out": q}, "{'out': an array float32[1, 2, 2, 4]}"),
     (lambda q, k, v: [q, None], "a list of 2 (an array float32[1, 2, 2, 4], None)"),
     (
         lambda q, k, v: (q, {"logsumexp": q}),
-        "a mapping with 'logsumexp'), which is right only with save_residuals=True",
+        "{'logsumexp': an array float32[1, 2, 2, 4]}), which is right only with save_residuals=True",
     ),
     (lambda q, k, v: (q, k, v), "a tuple of 3 (an array float32[1, 2, 2, 4], an array float32[1, 4, 2, 4], an array"),
     (lambda q, k, v: (q,) * 9, "a tuple of 9 ("),
@@ -227,8 +229,8 @@ def test_a_wrong_return_is_a_sentence(function: Callable[..., Any], what: str) -
         (jnp.zeros(3), "returned an array float32[3]"),
         ((jnp.zeros(3), None), "returned a tuple of 2 (an array float32[3], None)"),
         ((jnp.zeros(3), [jnp.zeros(3)]), "returned a tuple of 2 (an array float32[3], a list)"),
-        ((None, {}), "returned a tuple of 2 (None, a mapping with nothing in it)"),
-        ((jnp.zeros(3), {"logsumexp": None}), "a mapping with 'logsumexp')"),
+        ((None, {}), "returned a tuple of 2 (None, an empty mapping)"),
+        ((jnp.zeros(3), {"logsumexp": None}), "{'logsumexp': None})"),
     ],
 )
 def test_wrong_residuals_are_a_sentence(returned: object, what: str) -> None:
@@ -240,8 +242,25 @@ def test_wrong_residuals_are_a_sentence(returned: object, what: str) -> None:
 def test_a_residual_that_is_missing_is_named() -> None:
     out, residuals = returned_values.check_residuals((np.zeros(3), {"lse": np.zeros(3)}))
     assert out.shape == (3,)
-    with pytest.raises(kernel_errors.WrongReturn, match="no entry 'logsumexp'; those returned: 'lse'"):
+    with pytest.raises(kernel_errors.WrongReturn, match=r"{'lse': an array float64\[3\]}, without 'logsumexp'"):
         returned_values.get_residual(residuals, "logsumexp")
+    with pytest.raises(kernel_errors.WrongReturn, match="where 'lse' is unknown"):
+        returned_values.check_names({"out": out, **residuals})
+
+
+def test_an_error_about_an_open_side_names_its_declaration() -> None:
+    def kernel(q: Any, k: Any, v: Any, *, window: Any = None) -> Any:
+        return q[: window[0] + window[1]]
+
+    def refusing(q: Any, k: Any, v: Any, *, window: Any = None) -> Any:
+        raise ValueError("bad")
+
+    problem = draw_problem(parse_case_id(OPEN))
+    for function, error, has_hint in ((kernel, TypeError, True), (refusing, ValueError, False)):
+        with pytest.raises(error) as raised:
+            Executor(build_implementation(function, "theirs")).forward(problem)
+        assert ("open_sides=-1" in kernel_errors.describe_kernel_error(raised.value)) == has_hint
+    Executor(build_implementation(declare(open_sides=-1)(kernel), "theirs")).forward(problem)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,17 @@ def test_the_terminal_says_why_nothing_could_be_judged() -> None:
     )
 
 
+def test_a_function_that_supports_no_case_of_a_run_is_said_to_do_so_with_the_reasons() -> None:
+    reasons = ["soft_cap: no parameter"] * 3 + ["sinks: no parameter"]
+    records = [
+        make_record(verdict=UNSUPPORTED, check="support", case=f"{number}", ratio=None, reason=reason)
+        for number, reason in enumerate(reasons)
+    ]
+    text = " ".join(render_terminal(records, make_run_info()).split())
+    assert "supports no case" in text
+    assert "soft_cap: no parameter (3 cases); sinks: no parameter (1 case)" in text
+
+
 @RENDERERS
 @pytest.mark.parametrize("verdicts", [[], [UNSUPPORTED], [UNJUDGED, UNSUPPORTED]], ids=["empty", "unsupported", "both"])
 def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts: list[str]) -> None:
