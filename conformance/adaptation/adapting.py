@@ -26,12 +26,14 @@ class Adapted:
       declaration: what it declares.
       evidence: the answers to all questions, in the order in which they were asked.
       source: the Python code of the adapter.
+      folder: the folder of the adapted function's file, from which the code imports it; empty for a module.
     """
 
     function: Callable[..., Any]
     declaration: Declaration
     evidence: tuple[Answer, ...]
     source: str
+    folder: str = ""
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Call the adapter, as docs/contract.md says."""
@@ -86,7 +88,9 @@ def adapt(
     adapter = load_adapter(interview.recipe)
     declaration = dataclasses.replace(get_declaration(adapter), open_questions=questions)
     declare(**{field.name: getattr(declaration, field.name) for field in dataclasses.fields(declaration)})(adapter)
-    return Adapted(adapter, declaration, tuple(interview.answers), write_adapter(interview.recipe, questions))
+    return Adapted(
+        adapter, declaration, tuple(interview.answers), write_adapter(interview.recipe, questions), target.folder
+    )
 
 
 def list_open_questions(answers: Any) -> tuple[str, ...]:
@@ -106,5 +110,8 @@ def _find_target(function: Callable[..., Any], bound: Mapping[str, str]) -> Targ
 
 def write_adapter_file(adapted: Adapted, path: Path) -> None:
     """Write the adapter's code. Raises `FileExistsError` if there is a file already."""
+    source = adapted.source
+    if adapted.folder and Path(adapted.folder) != path.resolve().parent:
+        source = source.replace("\n\n", f"\n\nimport sys\n\nsys.path.insert(0, {adapted.folder!r})\n", 1)
     with path.open("x", encoding="utf-8") as file:
-        file.write(adapted.source)
+        file.write(source)

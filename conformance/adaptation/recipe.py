@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -135,27 +136,27 @@ def write_adapter(recipe: Recipe, questions: tuple[str, ...] = ()) -> str:
 
 
 def _write_declarations(recipe: Recipe, questions: tuple[str, ...]) -> str:
-    values = {name: repr(value) for name, value in recipe.declarations.items()}
+    values = {name: [_write_value(value)] for name, value in recipe.declarations.items()}
     if recipe.unsupported:
-        reasons = ", ".join(f"{name!r}: {reason!r}" for name, reason in recipe.unsupported.items())
-        values["unsupported"] = f"{{{reasons}}}"
+        entries = [f"{_write_value(name)}: {_write_value(reason)}" for name, reason in recipe.unsupported.items()]
+        values["unsupported"] = ["{", *entries, "}"]
     if questions:
-        values["open_questions"] = "(" + "".join(f"{one!r}, " for one in questions).rstrip() + ")"
+        values["open_questions"] = ["(", *map(_write_value, questions), ")"]
     if not values:
         return ""
-    flat = ", ".join(f"{name}={value}" for name, value in values.items())
-    if len(flat) < _WIDTH - 10 and not questions:
+    flat = ", ".join(f"{name}={''.join(lines)}" for name, lines in values.items())
+    if len(flat) < _WIDTH - 10 and all(len(lines) == 1 for lines in values.values()):
         return f"@declare({flat})"
-    lines = []
-    for name, value in values.items():
-        if len(value) < _WIDTH - 20 and name != "open_questions":
-            lines.append(f"    {name}={value},")
-        elif name == "open_questions":
-            lines += [f"    {name}=(", *(f"        {one!r}," for one in questions), "    ),"]
-        else:
-            entries = [f"        {key!r}: {reason!r}," for key, reason in recipe.unsupported.items()]
-            lines += [f"    {name}={{", *entries, "    },"]
-    return "\n".join(["@declare(", *lines, ")"])
+    written = []
+    for name, (first, *rest) in values.items():
+        written.append(f"    {name}={first}" + ("" if rest else ","))
+        written += [f"        {line}," for line in rest[:-1]] + [f"    {line}," for line in rest[-1:]]
+    return "\n".join(["@declare(", *written, ")"])
+
+
+def _write_value(value: Any) -> str:
+    """Write a value as code, with double quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _write_body(recipe: Recipe) -> list[str]:
@@ -234,7 +235,7 @@ def _write_result(recipe: Recipe, call: list[str]) -> list[str]:
             tail = recipe.out.removeprefix("result")
             return [f"return {line}" if n == 0 else line for n, line in enumerate([*first, last + tail])]
         return [f"result = {call[0]}", *call[1:], f"return {recipe.out}"]
-    residuals = ", ".join(f"{name!r}: {code}" for name, code in recipe.residuals.items())
+    residuals = ", ".join(f'"{name}": {code}' for name, code in recipe.residuals.items())
     lines = [f"result = {call[0]}", *call[1:]]
     if recipe.flag:
         lines += ["if not save_residuals:", f"    return {recipe.plain_out}"]

@@ -33,6 +33,7 @@ class Target:
       operands: the names of the parameters that take queries, keys and values.
       roles: the operand of the contract that each other parameter probably is.
       bound: values that the user gave to parameters, as code.
+      folder: the folder of the function's file; empty for a module.
     """
 
     function: Callable[..., Any]
@@ -43,6 +44,7 @@ class Target:
     operands: tuple[str, str, str]
     roles: Mapping[str, str]
     bound: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folder: str = ""
 
     def find_parameters(self, operand: str) -> list[str]:
         """Return the parameters that probably are this operand, without those to which the user gave a value."""
@@ -93,19 +95,16 @@ def load_target(name: str, bound: Mapping[str, str] | None = None) -> Target:
         raise CannotAdapt(str(error)) from error
     first, _, rest = attribute.partition(".")
     alias = f"library_{first}" if first in _TAKEN else first
-    imports: tuple[str, ...] = ()
-    if source.endswith(".py"):
-        path = Path(source).resolve()
-        imports = ("import sys", f"sys.path.insert(0, {str(path.parent)!r})")
-        source = path.stem
-    imports += (f"from {source} import {first}" + ("" if alias == first else f" as {alias}"),)
+    folder = str(Path(source).resolve().parent) if source.endswith(".py") else ""
+    source = Path(source).stem if folder else source
+    imports: tuple[str, ...] = (f"from {source} import {first}" + ("" if alias == first else f" as {alias}"),)
     expression = f"{alias}.{rest}" if rest else alias
     if modules.is_module(function):
         definition = modules.define_module_call(function, name, imports, expression)
         space: dict[str, Any] = {}
         exec("\n".join(definition), space)
-        return build_target(space["call_module"], name, definition, "call_module", bound)
-    return build_target(function, name, imports, expression, bound)
+        function, imports, expression = space["call_module"], definition, "call_module"
+    return dataclasses.replace(build_target(function, name, imports, expression, bound), folder=folder)
 
 
 def build_target(
