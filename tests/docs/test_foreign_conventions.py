@@ -1,7 +1,7 @@
 """Each claim of the tables of foreign conventions holds for the function itself, and no other answer would.
 
-A library that is not installed is skipped. `survey/LIBRARY-VERSION/environment/bin/python -m pytest` asks it, with this
-file and with `pytest` installed in that environment, which the command `survey` makes.
+A library that is not installed is skipped. A nightly test asks the libraries of `impls/libraries` in environments of
+their own. torch and onnxruntime (with onnx) are asked where they are installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
+import re
+import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conformance.survey import environments
+from impls.libraries.library_specs import load_libraries
 from website import foreign_conventions as table
 
 JAX, NNX, LINEN, KERAS, KERAS_LAYER, HAIKU, EQUINOX = (
@@ -83,8 +89,9 @@ def load_mha() -> Call:
 
 
 def load_keras_layer() -> Call:
-    from impls.libraries import keras as adapter
     from impls.libraries.identity_projections import initialize_identity
+
+    adapter: Any = importlib.import_module("impls.libraries.keras")
 
     def attention(q: Any, k: Any, v: Any, *, sliding_window: int | None = None, **options: Any) -> Any:
         depth, heads = H, q.shape[2] // H
@@ -98,7 +105,7 @@ def load_keras_layer() -> Call:
 
 
 def load_haiku() -> Call:
-    import haiku
+    haiku = importlib.import_module("haiku")
 
     from impls.libraries.identity_projections import initialize_identity
 
@@ -116,7 +123,7 @@ def load_haiku() -> Call:
 
 
 def load_equinox() -> Call:
-    import equinox
+    equinox = importlib.import_module("equinox")
 
     from impls.libraries.identity_projections import initialize_identity
 
@@ -132,7 +139,7 @@ def load_equinox() -> Call:
 
 
 def load_torch() -> Call:
-    import torch
+    torch = importlib.import_module("torch")
 
     def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
         tensors = (torch.tensor(np.asarray(x)) for x in (q, k, v))
@@ -144,7 +151,7 @@ def load_torch() -> Call:
 
 def load_onnx() -> Call:
     onnx = pytest.importorskip("onnx", reason="onnx is not installed: the conventions of onnxruntime were not asked")
-    import onnxruntime
+    onnxruntime = importlib.import_module("onnxruntime")
 
     def attention(q: Any, k: Any, v: Any, *, attn_mask: Any = None, **attributes: Any) -> Any:
         arrays = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"m": attn_mask})
@@ -340,7 +347,7 @@ def ask_cap(function: str, claimed: str) -> None:
         "bias first": compute(q, k, v, bias=bias, cap=1.5),
         "cap first": compute(q, k, v, bias=bias, cap=1.5, cap_first=True),
     }
-    options = {"mask" if function == ONNX else "bias": jnp.asarray(bias), "soft_cap": 1.5}
+    options: dict[str, Any] = {"mask" if function == ONNX else "bias": jnp.asarray(bias), "soft_cap": 1.5}
     assert_only(call(function, q, k, v, **options), answers, claimed)
 
 
@@ -440,3 +447,20 @@ def test_no_function_has_two_answers_to_a_question() -> None:
     claims = [(function, question) for function, question, _ in table.list_claims()]
     assert len(claims) == len(set(claims))
     assert {function for function, _ in claims} == set(table.FUNCTIONS) == set(table.PARAMETERS) == set(LOADERS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("library", ["flax", "keras", "dm_haiku", "equinox", "ejkernel", "tokamax"])
+def test_the_table_is_true_of_the_newest_listed_version(library: str, tmp_path: Path) -> None:
+    described = load_libraries()[library]
+    environment = described.build_environment(described.versions[0])
+    made = environments.create_environment(environment, tmp_path / "environment")
+    asked = [str(made.python), "-m", "pytest", "-q", "-W", "ignore", "-m", "not nightly", str(Path(__file__))]
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        asked, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The functions of JAX itself pass everywhere, and there are more claims about the library.
+    (passed,) = re.findall(r"(\d+) passed", done.stdout)
+    assert int(passed) > sum(function in (JAX, SPLASH, MHA) for function, *_ in table.list_claims()) + 1
