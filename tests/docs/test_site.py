@@ -83,7 +83,7 @@ def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme:
 @pytest.mark.long
 def test_a_copied_console_block_is_its_commands(tab: Tab, site: Path) -> None:
     tab.open(site / "tutorial.html")
-    copied = """[...document.querySelectorAll('.language-console code')].map((code) => {
+    copied = """[...document.querySelectorAll('pre > code:has(.gp)')].map((code) => {
       code.dataset.mdCopying = '';  // as the theme's button does before it reads the text
       return code.innerText.trim();
     })"""
