@@ -60,3 +60,8 @@ def name_parameters(parameters: Iterable[str]) -> str:
         f"`{name}`" if find_operand(name) in ("", name) else f"`{name}` (is it `{find_operand(name)}`?)"
         for name in parameters
     )
+
+
+def list_other_names() -> dict[str, tuple[str, ...]]:
+    """List the names that libraries give to each operand."""
+    return {operand: tuple(names.split()) for operand, names in _OTHER_NAMES.items()}

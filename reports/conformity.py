@@ -6,9 +6,8 @@ Records and the run record go in. Every report shows the resulting summaries, so
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cases.parameter_names import find_operand, name_parameters
@@ -52,7 +51,29 @@ With `IN_PART`, a parameter that is probably an operand got nothing, or question
 
 Entry = TypeVar("Entry")
 _MAX_REASONS = 3
-_UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
+
+
+@dataclasses.dataclass(frozen=True)
+class VerdictText:
+    """The words of a verdict on an implementation, which follow its name.
+
+    Attributes:
+      verdict: the verdict itself, such as "conforms as declared".
+      declined: in how many cases it was judged, and how many it declines; empty if it declines none.
+      qualifications: what limits the verdict further: what was refused, left out or judged in another way.
+      uncalled: the parameters that are probably operands, and got nothing.
+      open_questions: what has to be answered before the declarations count as meant.
+    """
+
+    verdict: str
+    declined: str = ""
+    qualifications: tuple[str, ...] = ()
+    uncalled: str = ""
+    open_questions: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = ", ".join(filter(None, (self.verdict, self.declined, *self.qualifications)))
+        return f"{text}; never called: {self.uncalled}" if self.uncalled else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +86,7 @@ class ImplementationSummary:
       counts: the number of its records by verdict.
       worst: the judged error figure that is closest to its limit, or furthest beyond it.
       extent: how many of its planned jobs were judged, and whether that is the whole level.
-      text: the verdict with its qualifications, as a phrase that follows the implementation's name.
+      words: the verdict with its qualifications, as phrases that follow the implementation's name.
       declared: its declarations that lower the requirements below the defaults; empty if something is wrong in it.
       reason: why it could not be judged; empty if it was judged.
     """
@@ -75,9 +96,14 @@ class ImplementationSummary:
     counts: Counts
     worst: Metric | None
     extent: Extent
-    text: str
+    words: VerdictText
     declared: str
     reason: str
+
+    @property
+    def text(self) -> str:
+        """The verdict with its qualifications, as one phrase that follows the implementation's name."""
+        return str(self.words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +113,14 @@ class RunSummary:
     Attributes:
       implementations: the verdict on each implementation.
       headline: one sentence about the whole run.
+      heading: the headline without the details of a single implementation, which stand below it on the page.
       state: whether the run is complete, and to which part of its level it was narrowed.
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
     """
 
     implementations: tuple[ImplementationSummary, ...]
     headline: str
+    heading: str
     state: str
     shortfall: str
 
@@ -129,8 +157,13 @@ def summarize_run(groups: Mapping[JudgedImplementation, Sequence[Record]], run: 
     implementations = summarize_implementations(groups, run)
     ends = _list_early_ends(groups, implementations)
     is_explained = not run.interrupted and len(ends) == sum(extent.is_partial for extent in run.extents.values())
-    shortfall = " ".join([*([] if ends and is_explained else filter(None, [format_shortfall(run)])), *ends])
-    return RunSummary(implementations, format_headline(implementations), format_state(run), shortfall)
+    return RunSummary(
+        implementations,
+        format_headline(implementations),
+        format_heading(implementations),
+        format_state(run),
+        " ".join([*([] if ends and is_explained else filter(None, [format_shortfall(run)])), *ends]),
+    )
 
 
 def summarize_implementations(
@@ -155,7 +188,7 @@ def _summarize_implementation(
         counts=counts,
         worst=find_worst_metric(records),
         extent=extent,
-        text=_format_conformity(implementation, conformity, records, counts, extent, run),
+        words=_format_conformity(implementation, conformity, records, counts, extent, run),
         declared=", ".join(_find_entry(run.declared, implementation) or ()) if conforms else "",
         reason=_explain_no_judgement(records) if conformity == NOT_JUDGED else "",
     )
@@ -168,23 +201,34 @@ def format_headline(implementations: Sequence[ImplementationSummary]) -> str:
     if len(implementations) == 1:
         (one,) = implementations
         return f"{one.implementation.label} {one.text}{f': {one.declared}' if one.declared else ''}."
-    by_verdict: dict[str, list[str]] = {}
+    return format_heading(implementations)
+
+
+def format_heading(implementations: Sequence[ImplementationSummary]) -> str:
+    """Format the verdicts of a run as one short sentence, without what each implementation declines and declares."""
+    if not implementations:
+        return format_headline(implementations)
+    by_verdict: dict[str, list[ImplementationSummary]] = {}
     for one in implementations:
-        by_verdict.setdefault(_strip_qualifications(one.text), []).append(one.text)
-    parts = [_format_equal_verdicts(verdict, texts) for verdict, texts in sorted(by_verdict.items())]
+        by_verdict.setdefault(one.words.verdict, []).append(one)
+    if len(implementations) == 1:
+        (one,) = implementations
+        return f"{one.implementation.label} {_format_equal_verdicts(one.words.verdict, [one])}."
+    parts = []
+    for verdict, ones in sorted(by_verdict.items()):
+        all_of_them = "both" if len(ones) == 2 else "all"
+        count = all_of_them if len(by_verdict) == 1 else str(len(ones))
+        parts.append(f"{count} {_format_equal_verdicts(verdict, ones)}")
     return f"{len(implementations)} implementations: {', '.join(parts)}."
 
 
-def _strip_qualifications(text: str) -> str:
-    """Return a verdict without what follows its first comma, apart from commas in parentheses."""
-    match = _UNQUALIFIED.match(text)
-    return match[0] if match else text
+def _format_equal_verdicts(verdict: str, ones: Sequence[ImplementationSummary]) -> str:
+    """Format the verdict that implementations share, and that some have qualifications if they have.
 
-
-def _format_equal_verdicts(verdict: str, texts: Sequence[str]) -> str:
-    """Format how many implementations have a verdict; if their qualifications differ, the reader is sent to them."""
-    text = texts[0] if len(set(texts)) == 1 else f"{verdict} with qualifications (see the verdict of each)"
-    return f"{len(texts)} {_make_plural(text) if len(texts) > 1 else text}"
+    What an implementation declines to compute is no qualification: nothing that it offers was left out.
+    """
+    text = _make_plural(verdict) if len(ones) > 1 else verdict
+    return f"{text}, with qualifications" if any(one.words.qualifications for one in ones) else text
 
 
 def format_state(run: RunInfo) -> str:
@@ -261,14 +305,14 @@ def _format_conformity(
     counts: Counts,
     extent: Extent,
     run: RunInfo,
-) -> str:
+) -> VerdictText:
     """Format the verdict on an implementation with its qualifications.
 
     The text says "conforms" only if the run record shows that every job of the level was judged.
     """
     narrowing = _format_narrowing(extent)
     if conformity in (DOES_NOT_CONFORM, NOT_JUDGED):
-        return f"{conformity} ({narrowing})" if extent.narrowed else conformity
+        return VerdictText(f"{conformity} ({narrowing})" if extent.narrowed else conformity)
     checks = sorted({record.check for record in records if record.verdict in JUDGED})
     coverage = _find_coverage(implementation, run)
     share = "" if extent.narrowed or extent.is_partial else _format_small_share(coverage)
@@ -289,25 +333,41 @@ def _format_conformity(
         text += " in what was called"
     if _find_entry(run.declared, implementation):
         text += " as declared"
-    if few := _find_entry(run.few_blocks, implementation):
-        text += f", checked on {few} only"
-    text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
-    if _find_entry(run.unsandboxed, implementation):
-        text += ", judged without a sandbox"
-    if count := sum(REFUSED_PRECISION in record.figures for record in records):
-        text += f", with {format_count(count, 'comparison')} unjudged, as this platform refuses the products' precision"
-    if any(DEFAULT_PRECISION in record.figures for record in records):
-        text += ", whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
     if extent.stopped:
         text += " so far"
         text += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
-    if counts[EXPECTED_FAIL]:
-        text = KNOWN_FAILURES.replace(CONFORMS, text)
-    if others := [name for name in unasked if not find_operand(name)]:
-        text += f", with nothing passed to {name_parameters(others)}"
     if questions:
-        text += f", if {format_count(len(questions), 'open question')} can be answered with yes"
-    return f"{text}; never called: {uncalled}" if uncalled else text
+        text += f" if {format_count(len(questions), 'open question')} can be answered with yes"
+    return VerdictText(
+        KNOWN_FAILURES.replace(CONFORMS, text) if counts[EXPECTED_FAIL] else text,
+        _format_declined_cases(coverage),
+        tuple(filter(None, _list_qualifications(implementation, records, counts, coverage, run, unasked))),
+        uncalled,
+        questions,
+    )
+
+
+def _list_qualifications(
+    implementation: JudgedImplementation,
+    records: Sequence[Record],
+    counts: Counts,
+    coverage: Mapping[str, Any],
+    run: RunInfo,
+    unasked: Sequence[str],
+) -> Iterator[str]:
+    """Yield what limits a verdict of "conforms", as phrases; some may be empty."""
+    if few := _find_entry(run.few_blocks, implementation):
+        yield f"checked on {few} only"
+    yield _format_declined_pairs(coverage)
+    yield _format_refused(records, counts)
+    if _find_entry(run.unsandboxed, implementation):
+        yield "judged without a sandbox"
+    if count := sum(REFUSED_PRECISION in record.figures for record in records):
+        yield f"with {format_count(count, 'comparison')} unjudged, as this platform refuses the products' precision"
+    if any(DEFAULT_PRECISION in record.figures for record in records):
+        yield "whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
+    if others := [name for name in unasked if not find_operand(name)]:
+        yield f"with nothing passed to {name_parameters(others)}"
 
 
 def describe_uncalled(implementations: Iterable[ImplementationSummary]) -> dict[str, str]:
@@ -346,7 +406,7 @@ def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
     The text is empty if the implementation declines no case.
     """
     judged, declined = _count_cases(coverage)
-    return f", judged in {format_count(judged, 'case')} and declining {declined:,}" if declined else ""
+    return f"judged in {format_count(judged, 'case')} and declining {declined:,}" if declined else ""
 
 
 def _count_cases(coverage: Mapping[str, Any]) -> tuple[int, int]:
@@ -363,7 +423,7 @@ def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
     declined, pairs = coverage.get("pairs declined"), coverage.get("pairs")
     if not (isinstance(declined, int) and isinstance(pairs, int)):
         return ""
-    return f", declining {declined:,} of {pairs:,} pairs of operands and masks"
+    return f"declining {declined:,} of {pairs:,} pairs of operands and masks"
 
 
 def _format_refused(records: Sequence[Record], counts: Counts) -> str:
@@ -372,7 +432,7 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
     if not undeclared:
         return ""
     comparisons = format_count(undeclared + counts.judged, "comparison")
-    text = f", refusing {undeclared:,} of {comparisons} without declaring them unsupported"
+    text = f"refusing {undeclared:,} of {comparisons} without declaring them unsupported"
     refused = _list_refused_checks(records)
     if refused:
         text += f", most of those of {refused[0]}"

@@ -18,8 +18,9 @@ from reports.changes import (
     format_transition,
     group_changes_by_cause,
 )
-from reports.record_groups import JudgedImplementation, get_implementation, group_by
-from reports.records import Diagnosis, Record
+from reports.conformity import IN_PART, summarize_implementations
+from reports.record_groups import JudgedImplementation, get_implementation, group_by, group_records
+from reports.records import Diagnosis, Record, RunInfo
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
@@ -107,6 +108,27 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
         title = f"{implementation.label}: {check} {kind}"
         annotations.append(Annotation(ERROR_LEVEL, implementation.label, title, lines, len(group)))
     return annotations
+
+
+def annotate_uncalled(records: Iterable[Record], run: RunInfo) -> list[Annotation]:
+    """Build an annotation for each implementation that conforms in part: operands got nothing, or questions are open."""
+    summaries = summarize_implementations(group_records(tuple(records)).by_implementation, run)
+    return [
+        Annotation(
+            ERROR_LEVEL,
+            one.implementation.label,
+            f"{one.implementation.label}: "
+            + (f"never called: {one.words.uncalled}" if one.words.uncalled else "questions are open"),
+            (
+                f"{one.implementation.label} {one.words.verdict}",
+                *(["give them the contract's names, or declare `ignores`"] if one.words.uncalled else []),
+                *one.words.open_questions,
+            ),
+            1,
+        )
+        for one in summaries
+        if one.conformity == IN_PART
+    ]
 
 
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:

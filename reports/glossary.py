@@ -32,17 +32,23 @@ TERMS: Mapping[str, str] = {
     "unsupported": "The implementation lacks something that the case needs, and refuses or declares it.",
 }
 """What the terms of the page mean, one or two sentences each."""
-OTHER_ROWS: Mapping[str, str] = {
-    "devices": "Not a check: the case needs more devices than this machine has.",
-    "discrimination": "Not a check: a simple wrong result would pass the case, so it proves too little to be judged.",
-    "early_end": "Not a check: no call came right in cases of every kind, so the other cases were not judged.",
-    "expectations": "Not a check: a listed known failure did not occur in the whole run.",
-    "files": "Not a check: files of the kernel changed while it was judged.",
-    "flags": "Not a check: too many results are right under one set of compiler flags only.",
-    "hardware": "Not a check: the accelerator that the kernel needs is not in this machine.",
-    "support": "Not a check: the implementation does not support the case.",
+OTHER_ROWS: Mapping[str, tuple[str, str]] = {
+    "devices": ("too few devices", "The case needs more devices than this machine has."),
+    "discrimination": (
+        "weak cases",
+        "A simple wrong result would pass the case, so it proves too little.",
+    ),
+    "early_end": ("ended early", "No call came right in cases of every kind, so the other cases were not judged."),
+    "expectations": ("missing known failures", "A listed known failure did not occur in the whole run."),
+    "files": ("changed files", "Files of the kernel changed while it was judged."),
+    "flags": ("compiler flags", "Too many results are right under one set of compiler flags only."),
+    "hardware": ("missing hardware", "The accelerator that the kernel needs is not in this machine."),
+    "support": ("unsupported cases", "The implementation does not support the case."),
 }
-"""What records name in place of a check."""
+"""What records name in place of a check, with the words by which the page calls it, and its meaning.
+
+These names are no values of `--check`, so the page does not show them as if they were.
+"""
 _LINKED = ("max ratio", "rms ratio", "bound")
 """Terms that lines of evidence have, as `text_format` writes them."""
 _TERM = re.compile(rf"\b({'|'.join(_LINKED)})\b")
@@ -97,11 +103,14 @@ class Glossary:
 
 def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossary:
     """Build the glossary of a page."""
-    known = {**OTHER_ROWS, **meanings}
+    known = {**{name: meaning for name, (_, meaning) in OTHER_ROWS.items()}, **meanings}
     return Glossary(
         checks={
             name: Entry(
-                name, f"check-{_slugify(name)}", known[name], build_check_link(name) if name in meanings else ""
+                name_row(name),
+                f"check-{_slugify(name)}",
+                known[name],
+                build_check_link(name) if name in meanings else "",
             )
             for name in checks
             if known.get(name)
@@ -111,6 +120,11 @@ def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossa
             for word, meaning in TERMS.items()
         },
     )
+
+
+def name_row(check: str) -> str:
+    """Return the words by which the page calls a check, or what a record names in place of one."""
+    return OTHER_ROWS[check][0] if check in OTHER_ROWS else check
 
 
 def _slugify(word: str) -> str:

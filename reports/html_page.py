@@ -33,20 +33,28 @@ SECTIONS = {
     "features": "Results by feature",
     "checks": "Results by check",
     "records": "Records",
+    "figures": "Errors and limits",
+    "accelerators": "Accelerators and speed",
+    "run": "About this run",
+}
+"""The titles of the page's sections, in order, by their HTML anchors."""
+PARTS = {
     "reasons": "Unsupported and unjudged",
     "ratios": "Distance to the limits",
     "gradients": "Gradients against two backward passes",
     "discrimination": "Strength of the cases",
+    "tolerances": "Limits",
     "compiled": "Compiled for accelerators",
     "speed": "Speed and memory",
     "detection": "Which planted bugs the checks find",
     "coverage": "Coverage",
-    "tolerances": "Limits",
     "environment": "Environment",
     "cost": "Cost",
     "words": "Checks and terms",
 }
-"""The titles of the page's sections, in order, by their HTML anchors."""
+"""The titles of the parts of sections that the page folds, by their HTML anchors."""
+MAX_DECLINED = 6
+"""The most implementations whose declined cases the top of the page counts."""
 RECORD_COLUMNS = (
     ("verdict", "verdict"),
     ("caseId", "case"),
@@ -113,6 +121,8 @@ def _list_constants() -> dict[str, Any]:
         "states": _STATES,
         "legend": LEGEND,
         "sections": SECTIONS,
+        "parts": PARTS,
+        "max_declined": MAX_DECLINED,
         "numbers": {anchor: number for number, anchor in enumerate(SECTIONS, 1)},
         "record_columns": RECORD_COLUMNS,
         "margin_buckets": MARGIN_BUCKETS,

@@ -30,7 +30,7 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "under JAX": ("first_calls", "transforms", "calls", "sharding", "program"),
     "in a model": ("front_end", "decoding"),
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
-    "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags", "early_end"),
+    "about the case": ("support", "devices", "discrimination", "expectations", "files", "flags", "early_end"),
 }
 """The names of checks by kind, in the order of the matrix rows.
 

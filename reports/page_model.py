@@ -111,6 +111,7 @@ class Summary:
       groups: the records of the run, grouped.
       total: the number of records by verdict.
       headline: one sentence about the whole run.
+      heading: the headline without the details of a single implementation.
       state: whether the run is complete, and to which part of its level it was narrowed.
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
       implementations: the verdict on each implementation, in the order of their names.
@@ -123,6 +124,7 @@ class Summary:
     groups: RecordGroups
     total: Counts
     headline: str
+    heading: str
     state: str
     shortfall: str
     implementations: tuple[ImplementationSummary, ...]
@@ -264,6 +266,7 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         groups=groups,
         total=count_verdicts(records),
         headline=found.headline,
+        heading=found.heading,
         state=found.state,
         shortfall=found.shortfall,
         implementations=found.implementations,

@@ -15,6 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from reports import text_format
+from reports.glossary import name_row
 from reports.matrices import rank_for_table
 from reports.metrics import find_decisive_metric
 from reports.page_model import Page
@@ -74,6 +75,7 @@ def serialize_records(page: Page) -> Markup:
         "of_runs": SELECT_RUNS,
         "cases": [[case, [features.get_number(x) for x in found]] for case, found in names["cases"].values],
         **{name: names[name].values for name in ("checks", "observables", "features", "texts")},
+        "check_names": [name_row(check) for check in names["checks"].values],
         "rows": rows,
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from urllib.parse import quote
 
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES, NOT_JUDGED
@@ -40,19 +40,29 @@ def _count_results(function: FunctionResult) -> int:
     return sum(cell.passed + cell.failed + cell.known for cell in cells)
 
 
-def format_newest(rows: Sequence[RowResult]) -> str:
-    """Format the verdict on each function in the newest version that was judged."""
+def format_newest(rows: Sequence[RowResult], raising: Collection[str] = ()) -> str:
+    """Format the verdict on each function in the newest version that was judged.
+
+    Args:
+      raising: the findings whose calls only raise, as they do not give wrong results.
+    """
     return _format_table(
         ("library", "function", "level", "verdict", "findings"),
         [
-            (_name_version(row), _name_function(one), escape_inline(row.level), _name_verdict(one), _link_findings(one))
+            (
+                _name_version(row),
+                _name_function(one),
+                escape_inline(row.level),
+                _name_verdict(one, raising),
+                _link_findings(one, raising),
+            )
             for row in find_newest(rows)
             for one in row.functions
         ],
     )
 
 
-def format_versions(rows: Sequence[RowResult]) -> str:
+def format_versions(rows: Sequence[RowResult], raising: Collection[str] = ()) -> str:
     """Format the verdicts on functions in all versions, for libraries judged in several; equal ones share a line."""
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for library in dict.fromkeys(row.library for row in rows):
@@ -62,7 +72,8 @@ def format_versions(rows: Sequence[RowResult]) -> str:
             for row in judged:
                 for one in row.functions:
                     if one.function == name:
-                        key = (_name_function(one), escape_inline(row.level), _name_verdict(one), _link_findings(one))
+                        verdict, findings = _name_verdict(one, raising), _link_findings(one, raising)
+                        key = (_name_function(one), escape_inline(row.level), verdict, findings)
                         lines.setdefault(key, []).append(f"{row.version} (JAX {row.environment.get('jax', '')})")
     return _format_table(
         ("function", "versions", "level", "verdict", "findings"),
@@ -142,27 +153,34 @@ def _name_function(function: FunctionResult) -> str:
     return f"{format_code(function.function.removeprefix(PREFIX))}{platform}"
 
 
-def _name_verdict(function: FunctionResult) -> str:
+def _name_verdict(function: FunctionResult, raising: Collection[str]) -> str:
     if function.conformity == DOES_NOT_CONFORM:
         return "**wrong**, not explained"
     if function.conformity == KNOWN_FAILURES:
         named = [name for name in function.findings if name]
-        if not named:
-            return "conforms but for differences by design"
-        in_f16 = all("f16" in function.finding_features.get(name, ()) for name in named)
-        return "**wrong** in f16" if in_f16 else "**wrong**"
+        kinds = {
+            "**wrong**": [name for name in named if name not in raising],
+            "**raises**": [name for name in named if name in raising],
+        }
+        parts = [f"{kind}{' in f16' * _are_in_f16(function, names)}" for kind, names in kinds.items() if names]
+        return ", ".join(parts) or "conforms but for differences by design"
     if function.conformity == CONFORMS:
         return "conforms as declared" if function.declared else "conforms"
     return IN_PART if function.conformity == IN_PART else "not judged"
 
 
-def _link_findings(function: FunctionResult) -> str:
-    named = [name for name in function.findings if name]
-    scopes = {name: describe_scope(function, name) for name in named}
-    links = [
-        f"[{escape_inline(name)}](upstream/{quote(name)}.md){f' ({escape_inline(scopes[name])})' * bool(scopes[name])}"
-        for name in named
-    ]
+def _are_in_f16(function: FunctionResult, findings: Iterable[str]) -> bool:
+    """Return whether all failures of some findings of a function are in f16."""
+    return all("f16" in function.finding_features.get(name, ()) for name in findings)
+
+
+def _link_findings(function: FunctionResult, raising: Collection[str]) -> str:
+    links = []
+    for name in filter(None, function.findings):
+        scope = ", ".join(filter(None, ("raises" * (name in raising), describe_scope(function, name))))
+        links.append(
+            f"[{escape_inline(name)}](upstream/{quote(name)}.md)" + (f" ({escape_inline(scope)})" * bool(scope))
+        )
     return ", ".join(links) or DASH
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reports import output_files
-from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
 from reports.template_environment import create_environment
@@ -20,9 +20,10 @@ _SPECIFIC = frozenset(
 )
 _ALWAYS = frozenset({"full"})  # a mask that a finding about no mask has too
 
-NEW, WRONG, KNOWN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
+NEW, WRONG, RAISES, KNOWN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
     "new",
     "wrong",
+    "raises",
     "known",
     "pass",
     "hidden",
@@ -33,7 +34,8 @@ NEW, WRONG, KNOWN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
 STATES: Mapping[str, tuple[str, str]] = {
     PASSES: ("✓", "conforms"),
     KNOWN: ("○", "conforms but for known failures without a finding"),
-    WRONG: ("✗", "wrong, a finding says how"),
+    WRONG: ("✗", "wrong results, a finding says how"),
+    RAISES: ("↯", "raises, a finding says where"),
     NEW: ("!", "wrong, and not known before"),
     HIDDEN: ("·", "fails for another reason in every case"),
     REFUSES: ("\N{EN DASH}", "not supported"),
@@ -65,7 +67,7 @@ class Line:
     command: str
 
 
-def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
+def find_state(function: FunctionResult, feature: str, cell: Cell, raising: Collection[str] = ()) -> str:
     """Tell how a function does on a feature in a dtype.
 
     A finding whose failures share masks, operands or the like counts for these alone: a failure without them would be
@@ -75,7 +77,7 @@ def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
         return NEW
     mine = [name for name in cell.findings if _concerns(function, name, feature)]
     if any(mine):
-        return WRONG
+        return _classify_findings(mine, raising)
     if cell.passed:
         return KNOWN if mine else PASSES
     if cell.known:
@@ -83,6 +85,11 @@ def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
     if cell.declined:
         return REFUSES
     return UNJUDGED if cell.unjudged else ABSENT
+
+
+def _classify_findings(findings: Iterable[str], raising: Collection[str]) -> str:
+    """Return `RAISES` if all findings that have a name only raise, else `WRONG`."""
+    return RAISES if all(name in raising for name in findings if name) else WRONG
 
 
 def _concerns(function: FunctionResult, finding: str, feature: str) -> bool:
@@ -105,23 +112,26 @@ def list_features(rows: Sequence[RowResult]) -> list[tuple[str, tuple[str, ...]]
     return [(kind, names) for kind, names in found if names]
 
 
-def build_lines(rows: Sequence[RowResult], features: Sequence[str]) -> list[Line]:
+def build_lines(rows: Sequence[RowResult], features: Sequence[str], raising: Collection[str] = ()) -> list[Line]:
     """Build the lines of the table: all functions of all versions that were judged."""
     newest: dict[str, str] = {}
     for row in rows:  # the newest version of a library comes first
         if row.functions:
             newest.setdefault(row.library, row.version)
     return [
-        _build_line(row, function, features, is_newest=newest[row.library] == row.version)
+        _build_line(row, function, features, raising, is_newest=newest[row.library] == row.version)
         for row in rows
         for function in row.functions
     ]
 
 
-def _build_line(row: RowResult, function: FunctionResult, features: Sequence[str], *, is_newest: bool) -> Line:
-    marks = {feature: tuple(_build_mark(function, feature, dtype) for dtype in DTYPES) for feature in features}
+def _build_line(
+    row: RowResult, function: FunctionResult, features: Sequence[str], raising: Collection[str], *, is_newest: bool
+) -> Line:
+    marks = {feature: tuple(_build_mark(function, feature, dtype, raising) for dtype in DTYPES) for feature in features}
     name = function.function.removeprefix(PREFIX)
-    state = {CONFORMS: PASSES, KNOWN_FAILURES: WRONG if any(function.findings) else KNOWN, DOES_NOT_CONFORM: NEW}
+    known = _classify_findings(function.findings, raising) if any(function.findings) else KNOWN
+    state = {CONFORMS: PASSES, KNOWN_FAILURES: known, DOES_NOT_CONFORM: NEW, IN_PART: IN_PART}
     return Line(
         row=row,
         function=function,
@@ -133,9 +143,9 @@ def _build_line(row: RowResult, function: FunctionResult, features: Sequence[str
     )
 
 
-def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
+def _build_mark(function: FunctionResult, feature: str, dtype: str, raising: Collection[str]) -> Mark:
     cell = function.cells.get(f"{feature} {dtype}", Cell())
-    state = find_state(function, feature, cell)
+    state = find_state(function, feature, cell, raising)
     glyph, meaning = STATES.get(state, ("", "no case"))
     words = [f"{feature}, {dtype}: {meaning}{' as declared' if state == PASSES and function.declared else ''}"]
     named = [name for name in cell.findings if name and _concerns(function, name, feature)]
@@ -143,15 +153,21 @@ def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
     counts = {"passed": cell.passed, "failed": cell.failed, "known": cell.known, "declined": cell.declined}
     words += [", ".join(f"{count} {word}" for word, count in counts.items() if count)]
     words += [cell.reason] if cell.reason and state in (REFUSES, UNJUDGED) else []
-    words += [f"Repeat: --case={cell.example}"] if cell.example and state in (WRONG, NEW) else []
+    words += [f"Repeat: --case={cell.example}"] if cell.example and state in (WRONG, RAISES, NEW) else []
     return Mark(dtype, state, glyph, ". ".join(filter(None, words)))
 
 
-def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -> str:
-    """Render the page. The same results always give the same text."""
+def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str], raising: Collection[str] = ()) -> str:
+    """Render the page. The same results always give the same text.
+
+    Args:
+      rows: the results.
+      findings: the titles of the findings, by their names.
+      raising: the names of the findings whose calls only raise.
+    """
     kinds = list_features(rows)
     features = [name for _, names in kinds for name in names]
-    lines = build_lines(rows, features)
+    lines = build_lines(rows, features, raising)
     environments = [row.environment for row in rows if row.functions]
     return (
         create_environment()
@@ -162,6 +178,7 @@ def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -
             features=features,
             lines=lines,
             states=STATES,
+            in_part=IN_PART,
             dtypes=DTYPES,
             findings=findings,
             libraries=sorted({row.library for row in rows if row.functions}, key=str.lower),
@@ -175,6 +192,8 @@ def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -
     )
 
 
-def save_survey_page(path: Path, rows: Sequence[RowResult], findings: Mapping[str, str]) -> None:
+def save_survey_page(
+    path: Path, rows: Sequence[RowResult], findings: Mapping[str, str], raising: Collection[str] = ()
+) -> None:
     """Render the page and write it to `path`. Raises `OSError` if it cannot be written."""
-    output_files.write_text(path, render_survey_page(rows, findings))
+    output_files.write_text(path, render_survey_page(rows, findings, raising))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import jinja2
+from markupsafe import Markup, escape
 
 from reports import text_format
 from reports.call_figure import render_call_chart
@@ -11,8 +14,15 @@ from reports.error_map_figure import render_error_map
 from reports.glossary import mark_terms
 from reports.metrics import list_metrics
 
+
+def mark_code(text: str) -> Markup:
+    """Escape a text, and show what stands between backquotes in it as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
 _FILTERS = {
     "call_chart": render_call_chart,
+    "code": mark_code,
     "distances": render_distances,
     "duration": text_format.format_duration,
     "error_map": render_error_map,

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 # Documents outside `docs`, and the page of the site that shows each.
 MIRRORED = {".github/CONTRIBUTING.md": "contributing.md"}
 # Files that pages of the site link to under another name.
-ALIASES = {"README.md": "index.md", **MIRRORED}
+ALIASES = {"README.md": "index.md", "reports/report.png": "figures/report.png", **MIRRORED}
 # Only the end of a link: its text may hold code spans.
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".md": "markdown", ".json": "json", ".sh": "sh"}
@@ -34,12 +34,13 @@ _LARGEST_FILE = 200_000  # bytes shown of one file; measured tables are larger, 
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the mirrored documents, the page of the survey, and a page for each source file that a page links to."""
+    """Add mirrored documents, the page of the survey, a picture, and a page for each source file that is linked."""
     linked: set[str] = set()
     for source, uri in MIRRORED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         linked |= set(_find_source_links(text, source))
         files.append(File.generated(config, uri, content=rewrite_links(text, source, uri)))
+    files.append(File.generated(config, "figures/report.png", abs_src_path=str(ROOT / "reports/report.png")))
     files.append(
         File.generated(config, measurement_tables.SURVEY_PAGE, content=measurement_tables.render_survey_page())
     )

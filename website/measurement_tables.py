@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.case_id import parse_case_id
-from conformance.survey.upstream_findings import read_findings
+from conformance.survey.upstream_findings import name_raising, read_findings
 from impls.libraries.library_specs import load_libraries
 from reports import survey_markdown, survey_page, survey_results
 
@@ -417,8 +417,9 @@ def format_survey_facts() -> str:
 
 def render_survey_page() -> str:
     """Render the page in HTML with the results of the survey of published libraries, with filters."""
-    titles = {one.name: one.title.replace("`", "") for one in read_findings()}
-    return survey_page.render_survey_page(_read_survey(), titles)
+    findings = read_findings()
+    titles = {one.name: one.title.replace("`", "") for one in findings}
+    return survey_page.render_survey_page(_read_survey(), titles, name_raising(findings))
 
 
 def format_unsurveyed() -> str:
@@ -450,8 +451,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "limits": format_limits,
     "exploits": format_exploits,
     "state-facts": format_survey_facts,
-    "state-newest": lambda: survey_markdown.format_newest(_read_survey()),
-    "state-versions": lambda: survey_markdown.format_versions(_read_survey()),
+    "state-newest": lambda: survey_markdown.format_newest(_read_survey(), name_raising(read_findings())),
+    "state-versions": lambda: survey_markdown.format_versions(_read_survey(), name_raising(read_findings())),
     "state-precision": lambda: survey_markdown.format_precision(_read_survey()),
     "state-speed": lambda: survey_markdown.format_speed(_read_survey()),
     "state-unjudged": lambda: survey_markdown.format_unjudged(_read_survey()),

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from website import measurement_tables
+from website import foreign_conventions, measurement_tables
 
 PIPE = r"\|"
 """A `|` in a cell of a table, as GitHub needs it in code spans too."""
@@ -271,6 +271,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "declaration": functools.partial(format_declarations, "Declaration"),
     "record-schema": format_record_schema,
     "upstream-findings": format_upstream_findings,
+    "foreign-names": foreign_conventions.format_names,
+    "foreign-conventions": foreign_conventions.format_answers,
     **measurement_tables.PARTS,
 }
 """The generated parts by the names that pages use."""

@@ -23,8 +23,11 @@ def annotate_run(found: Iterable[Record], changed: Comparison | None = None, inf
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
+    found = tuple(found)
     probes, diagnoses = (info.probes, info.diagnoses) if info is not None else ((), None)
     lines = github_annotations.annotate_records(found, _find_place, probes, diagnoses)
+    if info is not None:
+        lines += github_annotations.annotate_uncalled(found, info)
     if changed is not None:
         lines += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
     return github_annotations.format_commands(lines)

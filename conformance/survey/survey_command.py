@@ -22,7 +22,7 @@ from conformance.session.run_spec import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
-from conformance.survey.upstream_findings import read_findings
+from conformance.survey.upstream_findings import name_raising, read_findings
 from impls.libraries.library_specs import PREFIX, load_libraries
 from reports import survey_page, survey_results
 from reports.page_model import build_summary
@@ -76,8 +76,9 @@ def _show_results(path: Path, report: str | None) -> int:
 
 
 def _save_page(path: Path, results: Sequence[RowResult]) -> None:
-    titles = {one.name: one.title.replace("`", "") for one in read_findings()}
-    survey_page.save_survey_page(path, results, titles)
+    findings = read_findings()
+    titles = {one.name: one.title.replace("`", "") for one in findings}
+    survey_page.save_survey_page(path, results, titles, name_raising(findings))
 
 
 def _judge_rows(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace, console: Console) -> None:

@@ -1,14 +1,15 @@
 """Read the reports on faults of published libraries, the pages of `docs/upstream`.
 
 A page begins with a block of YAML between lines of `---`, which has `library`, `versions` and `mended`, and may have
-`platform` and `not_judged`. Its first heading is the title. Its only Python block is a script that ends with exit
-code 1 while the fault is there.
+`platform`, `not_judged` and `effect: raises`. Its first heading is the title. Its only Python block is a script that
+ends with exit code 1 while the fault is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from impls.libraries.library_specs import FOLDER
@@ -28,6 +29,7 @@ class UpstreamFinding:
     library: str  # the library's name, as its description has it
     versions: tuple[str, ...]  # the versions in which the script showed it
     mended: str  # the first version without the fault; empty if none is known
+    raises: bool  # whether the call only raises, where it should compute; if not, it gives wrong results
     platform: str  # the JAX backend that shows it
     not_judged: str  # why no known failure names it; empty if one does
     script: str  # the script that shows it
@@ -36,6 +38,11 @@ class UpstreamFinding:
 def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
     """Read all reports, in the order of their names; none if the folder does not exist."""
     return [parse_finding(path) for path in sorted(folder.glob("*.md")) if path.stem != "index"]
+
+
+def name_raising(findings: Iterable[UpstreamFinding]) -> frozenset[str]:
+    """Return the names of the findings that only raise."""
+    return frozenset(one.name for one in findings if one.raises)
 
 
 def parse_finding(path: Path) -> UpstreamFinding:
@@ -60,6 +67,7 @@ def parse_finding(path: Path) -> UpstreamFinding:
         library=facts["library"].strip("\"'"),
         versions=tuple(re.findall(r"""["']([^"']+)["']""", facts["versions"])),
         mended=facts.get("mended", "").strip("\"'"),
+        raises=facts.get("effect") == "raises",
         platform=facts.get("platform", "cpu"),
         not_judged=facts.get("not_judged", "").strip("\"'"),
         script=scripts[0],

@@ -78,7 +78,7 @@
   };
   fill("verdict", "any", [["red", "red"], ...data.verdicts.map(([name, glyph], i) => [i, `${glyph} ${name}`])]);
   fill("implementation", "any", data.implementations.map(([label], i) => [i, label]));
-  fill("check", "any", data.checks.map((name, i) => [i, name]));
+  fill("check", "any", data.check_names.map((name, i) => [i, name]));
   fill("observable", "any", data.observables.map((name, i) => [i, name]));
   fill("feature", "any", data.features.map((name, i) => [i, name]));
   const findings = [...new Set(rows.map((row) => row.finding))].filter(Boolean).sort((a, b) => a - b);
@@ -122,7 +122,7 @@
     });
     cell.append(details);
     tr.append(cell, createElement("td", shareText(row.share), rankShare(row) > 1 && red ? "num ink-fail" : "num"));
-    tr.append(createElement("td", data.checks[row.check]), createElement("td", data.observables[row.observable]));
+    tr.append(createElement("td", data.check_names[row.check]), createElement("td", data.observables[row.observable]));
     const implementation = createElement("td", shortLabels[row.implementation]);
     implementation.title = data.implementations[row.implementation][0];
     tr.append(implementation);

@@ -63,6 +63,14 @@ def test_what_raises_is_annotated_at_its_line_from_the_top_of_the_repository(
     assert line.partition("::")[2].partition("::")[2].startswith(told)
 
 
+def test_an_operand_that_got_nothing_is_annotated(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source.write_text(RIGHT.replace("causal=False)", "causal=False, window_size=None)"))
+    assert judge() == 1
+    (line,) = lines(capsys)
+    title = "src/kernel.py%3Aattention (cpu)%3A never called%3A `window_size` (is it `window`?)"
+    assert line.startswith(f"::error title={title}::")
+
+
 def test_a_line_that_is_not_checked_out_is_no_place(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

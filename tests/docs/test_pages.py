@@ -23,15 +23,16 @@ from website.fences import Fence, find_fences
 
 ROOT = Path(__file__).parent.parent.parent
 GIVEN = Path(__file__).parent / "given"
+_SINGLE = ("README.md", "docs/index.md", "docs/tutorial.md")
 PAGES = {
     str(path.relative_to(ROOT)): list(find_fences(path.read_text(encoding="utf-8")))
-    for path in (ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs/how-to").glob("*.md")))
+    for path in (*map(ROOT.joinpath, _SINGLE), *sorted((ROOT / "docs/how-to").glob("*.md")))
 }
 LANGUAGES = {"python", "sh", "console", "text", "toml", "yaml", "json", "diff", ""}
 _LONG_GUIDES = (
     "add-a-kernel add-a-mask compare-versions explore other-layout paged read-a-finding tpu-without-chip many-machines"
 )
-LONG = {"README.md", "docs/tutorial.md", *(f"docs/how-to/{name}.md" for name in _LONG_GUIDES.split())}
+LONG = {*_SINGLE, *(f"docs/how-to/{name}.md" for name in _LONG_GUIDES.split())}
 """Pages that take more than ten seconds."""
 ELSEWHERE = {"docs/how-to/cluster.md": "tests/judging/test_cluster.py starts its scheduler and its workers"}
 """Pages whose commands another test runs, with that test."""

@@ -16,6 +16,7 @@ import pytest
 from tests.reports import browser
 from tests.reports.browser import Tab
 from website import hooks
+from website.fences import find_fences, split_console
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (
@@ -77,6 +78,25 @@ def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme:
         found += [(page, *violation) for violation in violations]
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{page} is wider than {width} pixels"
     assert found == []
+
+
+@pytest.mark.long
+def test_a_copied_console_block_is_its_commands(tab: Tab, site: Path) -> None:
+    tab.open(site / "tutorial.html")
+    copied = """[...document.querySelectorAll('pre > code:has(.gp)')].map((code) => {
+      code.dataset.mdCopying = '';  // as the theme's button does before it reads the text
+      return code.innerText.trim();
+    })"""
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    blocks = [fence.text for fence in find_fences(page) if fence.language == "console"]
+    commands = ["\n".join(command for command, _ in split_console(text)) for text in blocks]
+    assert commands
+    assert [re.sub(r"\n+", "\n", text) for text in tab.evaluate(copied)] == commands
+
+
+def test_no_script_and_no_raw_data_are_published(site: Path) -> None:
+    assert list(site.rglob("*.py")) == []
+    assert not (site / "measurements" / "data").exists()
 
 
 @pytest.mark.long

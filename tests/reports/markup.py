@@ -19,7 +19,7 @@ class Element:
 
     tag: str
     attributes: dict[str, str]
-    above: tuple[Element, ...]
+    above: tuple[Element, ...] = dataclasses.field(repr=False)
     children: list[Element] = dataclasses.field(default_factory=list)
     text: str = ""
 

@@ -13,6 +13,7 @@ from conformance.judging.run_aggregation import aggregate_runs
 from reports import glossary
 from reports.glossary import OTHER_ROWS, TERMS, build_glossary, mark_terms
 from reports.matrix_rows import CHECK_KINDS
+from reports.records import UNSUPPORTED
 from tests.reports.markup import parse_page
 from tests.reports.report_samples import HOSTILE, make_failure, make_record, make_run_info, render_html
 
@@ -31,6 +32,14 @@ def test_every_row_of_the_matrix_of_checks_has_a_meaning() -> None:
     meanings = {check.name: check.about for check in CHECKS}
     assert set(build_glossary(rows, meanings).checks) == set(rows)
     assert not set(OTHER_ROWS) & set(meanings)
+
+
+def test_what_is_no_check_has_no_name_of_an_option() -> None:
+    records = [make_record(check=name, verdict=UNSUPPORTED, ratio=None, reason="none") for name in OTHER_ROWS]
+    root = parse_page(render_html(records, make_run_info(check_meanings=MEANINGS)))
+    headers = {one.words for one in root.all("th") if one.attributes.get("scope") == "row"}
+    assert headers >= {words for words, _ in OTHER_ROWS.values()}
+    assert not headers & set(OTHER_ROWS)
 
 
 def test_each_word_of_the_page_leads_to_its_meaning() -> None:

@@ -35,6 +35,21 @@ def test_a_finding_of_all_dtypes_makes_a_function_wrong_in_general() -> None:
     assert "| **wrong** |" in line
 
 
+def test_what_only_raises_is_not_called_wrong() -> None:
+    both = summarize(
+        build_record(EXPECTED_FAIL, "f32", "mqa", dtype="f32", finding="x-mqa"),
+        build_record(EXPECTED_FAIL, "f16", "soft_cap", dtype="f16", finding="x-cap"),
+    )
+    for function, verdict, link in (
+        (IN_F16, "| **raises** in f16 |", r"(raises, f16, soft\_cap)"),
+        (both, "| **wrong**, **raises** in f16 |", r"(raises, f16, soft\_cap)"),
+        (IN_ALL, "| **wrong** |", "(upstream/x-mqa.md) |"),
+    ):
+        (line,) = list_lines(survey_markdown.format_newest([build_row(function)], {"x-cap"}))
+        assert verdict in line
+        assert link in line
+
+
 def test_a_failure_that_is_not_known_is_named_so() -> None:
     (line,) = list_lines(survey_markdown.format_newest([build_row(summarize(build_record(FAIL, "mqa")))]))
     assert "not explained" in line

@@ -8,9 +8,21 @@ import json
 import pytest
 
 from conformance.judging.settings import ExpectedFailure, Settings
+from reports.conformity import IN_PART
 from reports.page_model import build_summary
 from reports.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Record, RunInfo
-from reports.survey_page import HIDDEN, KNOWN, NEW, PASSES, REFUSES, WRONG, find_state, render_survey_page
+from reports.survey_page import (
+    HIDDEN,
+    KNOWN,
+    NEW,
+    PASSES,
+    RAISES,
+    REFUSES,
+    WRONG,
+    build_lines,
+    find_state,
+    render_survey_page,
+)
 from reports.survey_results import (
     FunctionResult,
     RowResult,
@@ -106,3 +118,17 @@ def test_the_page_shows_findings_new_failures_and_what_was_not_judged() -> None:
     ):
         assert text in page
     assert page.count('data-newest="1"') == 1
+
+
+def test_a_function_that_was_called_in_part_is_judged() -> None:
+    function = dataclasses.replace(summarize(build_record(PASS, "causal")), conformity=IN_PART)
+    (line,) = build_lines([build_row(function)], ["causal"])
+    assert line.state == IN_PART
+    assert IN_PART in render_survey_page([build_row(function)], {})
+
+
+def test_what_only_raises_has_its_own_mark() -> None:
+    function = summarize(build_record(EXPECTED_FAIL, "causal", finding="x-raises"))
+    for raising, state in (({"x-raises"}, RAISES), ({"x-other"}, WRONG)):
+        (line,) = build_lines([build_row(function)], ["causal"], raising)
+        assert (line.state, line.marks["causal"][0].state) == (state, state)
