@@ -111,7 +111,7 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
 
 
 def annotate_uncalled(records: Iterable[Record], run: RunInfo) -> list[Annotation]:
-    """Build an annotation for each implementation that conforms in part: operands got nothing, or questions are open."""
+    """Build an annotation for each implementation that conforms in part: operands got nothing or questions are open."""
     summaries = summarize_implementations(group_records(tuple(records)).by_implementation, run)
     return [
         Annotation(
