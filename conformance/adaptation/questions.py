@@ -701,7 +701,10 @@ class Interview:
                     question = "logsumexp of empty rows"
                     self._ask_declaration(question, results, changes, logsumexp_empty="inf")
                 return
-        self.add_answer("empty rows", "neither zero nor the mean of all values", outcome.error)
+        said = "neither zero nor the mean of all values"
+        self.add_answer(
+            "empty rows", said, outcome.error, f"a query that may attend to no key gets {said}. Is that meant?"
+        )
 
     def _find_case_with_empty_rows(self) -> dict[str, Any] | None:
         parameters = self.recipe.parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,11 @@ def make_foreign(implementation: Implementation, style: Style) -> Callable[..., 
         q, k, v = map(swap, (query, key, value))
         options = {"soft_cap": softcap or None, "scale": style.scale if softmax_scale is None else softmax_scale}
         mask = build_mask(q.shape[1], k.shape[1], is_causal, window_size, attn_mask)
+        static, arrays = implementation.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        attend = functools.partial(implementation.call, q, k, v, **options, **static, **arrays)
         if not return_lse:
-            return swap(implementation.call(q, k, v, mask=mask, **options))
-        out, residuals = implementation.call(q, k, v, mask=mask, save_residuals=True, **options)
+            return swap(attend())
+        out, residuals = attend(save_residuals=True)
         logsumexp = residuals["logsumexp"] / (1 if style.logsumexp[1] == "e" else jnp.log(2.0))
         return swap(out), logsumexp.swapaxes(1, 2) if style.logsumexp[0] == "BTN" else logsumexp
 
