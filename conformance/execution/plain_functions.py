@@ -30,6 +30,7 @@ from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.execution import plain_storage, plain_support, stored_calls
+from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
     Arithmetic,
@@ -39,6 +40,7 @@ from impls.contract.declarations import (
     Products,
     get_declaration,
     list_declared,
+    redeclare,
     unwrap_partial,
 )
 from impls.contract.implementation import Implementation
@@ -146,11 +148,21 @@ def build_implementation(
         writes_pages=writes,
         refuses_by_signature=True,
         conventions=list_declared(declaration, Conventions),
+        redeclare=functools.partial(_rebuild, function, name, products),
         unasked=tuple(one for one in others if one not in settled and not is_tuning(one)),
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+def _rebuild(
+    function: Callable[..., Any], name: str, products: Products | None, changes: Mapping[str, Any]
+) -> Implementation:
+    """Build the implementation of the same function with other declarations, or other conventions of its calls."""
+    converted = convert_calls(function, changes.keys() & set(CALL_CONVENTIONS))
+    declarations: Any = {name: value for name, value in changes.items() if name not in CALL_CONVENTIONS}
+    return build_implementation(redeclare(converted, declarations), name, products=products)
 
 
 @functools.lru_cache(maxsize=1 << 10)
