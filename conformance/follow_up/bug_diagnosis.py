@@ -18,7 +18,7 @@ from cases.error_profile_cases import ERROR_PROFILE_CASES
 from conformance.judging.job import Job
 from conformance.sensitivity import diagnosis, error_profiles
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
-from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, Sizes
+from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, ErrorProfile, KnownBug, Sizes
 from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
@@ -194,12 +194,12 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     its cause. Nor can one that is as often wrong where the finding passes, however similar its errors are on the few
     cases that were judged. All error profile cases of the bug are used, since they are stored.
     """
-    results = {name.removesuffix("_with_residuals") for name in finding.results}
+    results = {"all", *(name.removesuffix("_with_residuals") for name in finding.results)}
     combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
     inside = red = green = 0
     for place, (case, sizes) in enumerate(bug.profile.sizes.items()):
         row = 1 << place
-        judged = [size for name, size in sizes.items() if diagnosis.get_result_name((case, name)) in results | {"all"}]
+        judged = [size for name, size in sizes.items() if _is_result_of(name, results, finding.checks)]
         inside |= row * any(levels <= find_levels(case) for levels in combinations)
         red |= row * any(size is not None for size in judged)
         green |= row * (bool(judged) and all(size is None for size in judged))
@@ -208,6 +208,12 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     if not finding.levels or not (inside & (red | green) and ~inside & (red | green)):
         return True  # no error profile case tells
     return fault_location.explains(fault_location.Combination((), inside), fault_location.Signal(red, green))
+
+
+def _is_result_of(name: str, results: Collection[str], checks: Collection[str]) -> bool:
+    """Return whether an entry of an error profile, such as `dk` or `dk@poison`, is of these results and checks."""
+    result, _, check = name.partition(CHECK_SEPARATOR)
+    return result in results and (not check or check in checks)
 
 
 def _select_profile(

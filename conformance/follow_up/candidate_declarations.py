@@ -42,10 +42,10 @@ WRAPPERS: Mapping[str, str] = {
 _TERM = re.compile(r"_and_|_or_")
 _SIDED = re.compile(r"(?:causal|window-[^_]*?)(?P<offset>-o-?\d+)?")
 _RESIDUALS = {"logsumexp", "max_logits"}
-# Products in bf16 have a unit roundoff 2^16 times that of f32. An error that is larger in units of its bound is no
-# rounding, nor one in 16 bits that is larger than this many roundings of each of 1024 terms.
-_LARGEST_ROUNDING = {"f32": 2.0**18}
-_LARGEST_IN_SIXTEEN_BITS = 2.0**11
+# The unit roundoff of bf16 is 2^16 times that of f32, in which products of f32 operands and residuals are computed. An
+# error that is much larger in units of its bound is no rounding. Other results of operands in 16 bits are bounded by
+# roundings in 16 bits already: more than this many roundings of a result are no rounding either.
+_LARGEST_IN_F32, _LARGEST_IN_SIXTEEN_BITS = 2.0**18, 2.0**11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _iter_arithmetic(
     if finding.kind not in (FORWARD, GRADIENTS) or len(is_of_f32) > 1:
         return
     for record in finding.own:
-        largest = _LARGEST_ROUNDING.get(record.dtype, _LARGEST_IN_SIXTEEN_BITS)
+        is_in_f32 = record.dtype == "f32" or get_result(record.observable) in _RESIDUALS
+        largest = _LARGEST_IN_F32 if is_in_f32 else _LARGEST_IN_SIXTEEN_BITS
         if record.ratio is None or not record.ratio <= largest * (record.limit or 1.0):
             return
     grouped = all(case.num_q_heads > case.num_kv_heads for case in cases)

@@ -6,6 +6,7 @@ other findings. A candidate that explains them must also leave right what is rig
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +34,13 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 from impls.contract.declarations import Declaration, format_declaration, list_fields
 from impls.contract.implementation import Implementation
 from reports.causes import root_causes
+from reports.causes.case_levels import find_levels
 from reports.causes.finding import UNEXPECTED, UNREPEATABLE, Finding, get_result
 from reports.records import ERROR, EXPECTED_FAIL, PASS, RED, DeclarationTrial, Proposal, Record
 from reports.text_format import format_count
 
 _MAX_FAILING, _MAX_PASSING = 3, 3  # the most cases of a finding, and of right cases, that are judged under a candidate
+_GRADIENT_CHECKS = ("gradients", "gradients_lse")
 _MAX_FINDINGS = 10  # the most findings of an implementation that are tried
 _MAX_CHEAP = 8  # cases are chosen among so many of the smallest
 _Place = tuple[str, str]
@@ -63,10 +66,9 @@ def try_declarations(
         if not own or implementation.accelerator.absent is not None:
             continue
         right = _list_right(one for one in records if one.implementation == implementation.name)
-        trials = _Trials(implementation, allowed, started + seconds, right)
-        for finding in own[:_MAX_FINDINGS]:
-            trials.explain(finding)
-        trials.judge_together(own[:_MAX_FINDINGS])
+        trials = _Trials(implementation, own[:_MAX_FINDINGS], allowed, started + seconds, right)
+        with contextlib.suppress(_OutOfTime):
+            trials.explain_findings()
         judged += trials.judged
         if trials.judged:
             journal.add_proposal(trials.build_proposal(own[0].implementation.platform))
@@ -97,43 +99,60 @@ class _Trials:
     """The cases of one implementation that are judged under declarations."""
 
     def __init__(
-        self, implementation: Implementation, allowed: ProbeBudget, deadline: float, right: Sequence[_Place]
+        self,
+        implementation: Implementation,
+        findings: Sequence[Finding],
+        allowed: ProbeBudget,
+        deadline: float,
+        right: Sequence[_Place],
     ) -> None:
         self._implementation, self._allowed, self._deadline, self._right = implementation, allowed, deadline, right
+        self._candidates = [(finding, list_candidates(finding, implementation)) for finding in findings]
+        self._failing = {id(finding): _choose_failing(finding, findings) for finding in findings}
+        self._following = {id(finding): _choose_following(finding, findings) for finding in findings}
         self._found: dict[str, Any] = {}  # the declarations that explain findings
-        self._explained: list[tuple[Finding, dict[str, Any]]] = []
         self._declared: dict[str, Implementation] = {}
         self._wrong: dict[tuple[str, str, str], frozenset[str] | None] = {}
         self._trials: dict[tuple[str, str, str], DeclarationTrial] = {}
         self.judged = 0
 
-    def explain(self, finding: Finding) -> None:
-        """Search for declarations under which a finding passes and under which right cases stay right."""
-        candidates = list_candidates(finding, self._implementation)
-        known = [c for c in candidates if c.declarations.items() <= self._found.items()]
-        alone = [c for c in candidates if c not in known]
-        together = [
-            dataclasses.replace(c, declarations={**self._found, **c.declarations})
-            for c in alone
-            if self._found and not any(self._found.get(name, value) != value for name, value in c.declarations.items())
-        ]
-        for candidate in (*known, *alone, *together):
-            try:
-                if self._passes(finding, candidate) and self._keeps_right(finding, candidate.declarations):
-                    self._found |= candidate.declarations
-                    self._explained.append((finding, dict(candidate.declarations)))
-                    return
-            except _OutOfTime:
-                return
+    def explain_findings(self) -> None:
+        """Search for declarations under which findings pass, alone and then together, while right cases stay right.
 
-    def judge_together(self, findings: Sequence[Finding]) -> None:
-        """Judge one failing case of each finding under all declarations that explain some finding."""
-        for finding, declarations in self._explained:
+        Raises:
+          _OutOfTime: if there is no time for all cases.
+        """
+        explained: list[tuple[Finding, Mapping[str, Any]]] = []
+        for finding, candidates in self._candidates:
+            known = [c for c in candidates if c.declarations.items() <= self._found.items()]
+            if found := self._find_first(finding, [*known, *(c for c in candidates if c not in known)]):
+                explained.append((finding, found))
+        for finding, candidates in self._candidates if self._found else ():
+            if all(other is not finding for other, _ in explained):
+                joined = [c for c in map(self._join_found, candidates) if c.declarations != self._found]
+                if found := self._find_first(finding, joined):
+                    explained.append((finding, found))
+        for finding, declarations in explained:
             if declarations != self._found:
-                try:
-                    self._passes(finding, Candidate(self._found, declines=True), most=1)
-                except _OutOfTime:
-                    return
+                self._judge(self._found, *self._failing[id(finding)][0], declines=True)
+
+    def _join_found(self, candidate: Candidate) -> Candidate:
+        return dataclasses.replace(candidate, declarations={**candidate.declarations, **self._found})
+
+    def _find_first(self, finding: Finding, candidates: Iterable[Candidate]) -> Mapping[str, Any]:
+        """Find the first candidate that explains a finding, and keep its declarations; empty if there is none.
+
+        If a candidate explains the finding's own results and not the gradients that follow, the backward pass has a
+        mistake. Then no weaker candidate is tried, under which the mistake could pass.
+        """
+        for candidate in candidates:
+            if not self._explains(finding, candidate, self._failing[id(finding)]):
+                continue
+            if not self._explains(finding, candidate, self._following[id(finding)]):
+                return {}
+            self._found |= candidate.declarations
+            return candidate.declarations
+        return {}
 
     def build_proposal(self, platform: str) -> Proposal:
         """Build the line of the file that says what explains findings, and which cases were judged for it."""
@@ -154,35 +173,37 @@ class _Trials:
             trials=tuple(self._trials.values()),
         )
 
-    def _passes(self, finding: Finding, candidate: Candidate, most: int = _MAX_FAILING) -> bool:
-        """Return whether a finding's failing cases pass under a candidate, at least one of them judged."""
-        seen = False
-        for check, case in _choose_failing(finding)[:most]:
-            wrong = self._judge(candidate.declarations, check, case, declines=candidate.declines)
+    def _explains(self, finding: Finding, candidate: Candidate, failing: Sequence[_Place]) -> bool:
+        """Return whether failing cases of a finding pass under a candidate, and right cases stay right.
+
+        If the time runs out, one of each suffices.
+        """
+        checks, declarations = {finding.located_by[0], "forward", "residuals"}, candidate.declarations
+        concerned = [place for place in self._right if place[0] in checks and concerns(declarations, place[1])]
+        right = _spread(concerned, _MAX_PASSING)
+        passed: set[bool] = set()  # whether a failing case passed, and whether a right case did
+        for place in (*failing[:1], *right[:1], *failing[1:], *right[1:]):
+            is_failing = place in failing
+            try:
+                wrong = self._judge(declarations, *place, declines=candidate.declines or not is_failing)
+            except _OutOfTime:
+                return passed >= ({True, False} if right else {True})
             if wrong is None:
                 continue
-            seen = True
-            if wrong & {"all", *list_wrong_results(finding, check, case)}:
+            if wrong & {"all", *list_wrong_results(finding, *place)} if is_failing else wrong:
                 return False
-        return seen
-
-    def _keeps_right(self, finding: Finding, declarations: Mapping[str, Any]) -> bool:
-        """Return whether right cases that the declarations concern stay right under them."""
-        checks = {finding.located_by[0], "forward", "residuals"}
-        places = [place for place in self._right if place[0] in checks and concerns(declarations, place[1])]
-        return not any(
-            self._judge(declarations, check, case, declines=True) for check, case in _spread(places, _MAX_PASSING)
-        )
+            passed.add(is_failing)
+        return True in passed or not failing
 
     def _judge(
         self, declarations: Mapping[str, Any], check: str, case: str, *, declines: bool
     ) -> frozenset[str] | None:
-        """Judge a case under declarations and return what is wrong; None if nothing was judged.
+        """Judge a case under declarations and return what is wrong; None if nothing was judged or it takes too long.
 
         With `declines`, nothing is wrong if the case is not supported under the declarations.
 
         Raises:
-          _OutOfTime: if there is no time to judge it.
+          _OutOfTime: if no case may start any more.
         """
         words = _format_words(declarations)
         key = ", ".join(words), check, case
@@ -191,7 +212,7 @@ class _Trials:
                 raise _OutOfTime
             found = self._run(declarations, ", ".join(words), check, case)
             if found is None:
-                raise _OutOfTime
+                return None
             red = [one for one in found if one.verdict in (*RED, EXPECTED_FAIL)]
             wrong = frozenset("all" if one.verdict == ERROR else get_result(one.observable) for one in red)
             self._wrong[key] = wrong if red or any(one.verdict == PASS for one in found) else None
@@ -225,19 +246,36 @@ def _format_words(declarations: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _choose_failing(finding: Finding) -> list[_Place]:
-    """Choose few failing cases: the plainest, the one with the largest error of the small ones, and an unlike one."""
+def _choose_failing(finding: Finding, findings: Sequence[Finding]) -> list[_Place]:
+    """Choose few failing cases: the plainest, the one with the largest error of the small ones, and an unlike one.
+
+    Cases that another finding concerns too are not chosen if there are others, since they may fail for two reasons.
+    """
+    rivals = [set(other.levels) for other in findings if other is not finding and other.levels]
     own = [record for record in finding.own if record.check in CHECKS_BY_NAME and "/" in record.case]
-    cheap: dict[_Place, float] = {}
-    for record in sorted(own, key=lambda record: (estimate_size(record.case), record.key)):
+    own.sort(key=lambda r: (any(one <= find_levels(r.case) for one in rivals), estimate_size(r.case), r.key))
+    errors: dict[_Place, float] = {}
+    for record in own:
         place = record.check, record.case
-        cheap[place] = max(cheap.get(place, 0.0), (record.ratio or 0.0) / (record.limit or 1.0))
+        errors[place] = max(errors.get(place, 0.0), (record.ratio or 0.0) / (record.limit or 1.0))
     first = (finding.smallest.check, finding.smallest.case)
-    places = list(cheap)[:_MAX_CHEAP]
+    alone = [place for place in errors if not any(one <= find_levels(place[1]) for one in rivals)]
+    places = (alone or list(errors))[:_MAX_CHEAP]
     if first[0] in CHECKS_BY_NAME and first not in places and "/" in first[1]:
         places.insert(0, first)
-    places.sort(key=lambda place: (place != first, -cheap.get(place, 0.0)))
-    return _spread(places, _MAX_FAILING)
+    return _spread(sorted(places, key=lambda place: (place != first, -errors.get(place, 0.0))), _MAX_FAILING)
+
+
+def _choose_following(finding: Finding, findings: Sequence[Finding]) -> list[_Place]:
+    """Choose the smallest case whose gradients are wrong as a consequence of a finding, and of no other."""
+    rivals = [set(other.levels) for other in findings if other is not finding and other.levels is not None]
+    following = {
+        (record.check, record.case)
+        for record in finding.records
+        if record.check in _GRADIENT_CHECKS and record.check in finding.follows
+    }
+    alone = [place for place in following if not any(one <= find_levels(place[1]) for one in rivals)]
+    return sorted(alone, key=lambda place: (estimate_size(place[1]), place))[:1]
 
 
 def _spread(places: Sequence[_Place], most: int) -> list[_Place]:

@@ -74,5 +74,5 @@ def follow_up(
         if budget.diagnose is not None:
             allowance = ProbeBudget(runner, budget.diagnose, known)
         elif budget.confirm is not None:
-            allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE - _DECLARING_SHARE) * both, known)
+            allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
         bug_diagnosis.measure_profiles_of_failed(journal, implementations, allowance, say, option=budget.option)
