@@ -85,8 +85,10 @@ def _iter_conventions(finding: Finding, implementation: Implementation, cases: S
     if finding.kind == RAISES and finding.smallest.reason.startswith("ValueError"):
         yield Candidate({"refuses": "ValueError"}, declines=True)
         return
-    other = "end" if support.causal == "start" else "start"
     has_own_lengths = finding.kind == CHECK and set(finding.checks) <= CHECKS_WITH_OWN_OPERANDS
+    if finding.kind not in (FORWARD, RAISES) and not has_own_lengths:
+        return  # another convention changes forward results, and these are right
+    other = "end" if support.causal == "start" else "start"
     if support.parameters & {"causal", "window"} and all(
         _find_aligned_term(case, support.causal) and (has_own_lengths or case.q_length != case.kv_length)
         for case in cases
@@ -101,8 +103,9 @@ def _iter_conventions(finding: Finding, implementation: Implementation, cases: S
 
 def _iter_formulas(finding: Finding, implementation: Implementation, cases: Sequence[Case]) -> Iterator[Candidate]:
     """Yield formulas of `logsumexp` and orders of the soft cap that every failing case depends on."""
-    results = _get_results(finding)
-    about_residuals = results <= _RESIDUALS or "logsumexp" in finding.cotangent or finding.kind == CHECK
+    about_residuals = _get_results(finding) <= _RESIDUALS or finding.kind == CHECK
+    if finding.kind not in (FORWARD, CHECK):
+        return  # another formula changes forward results, and these are right
     shared = list_formulas(implementation, cases[0])
     for case in cases[1:]:
         shared = [fields for fields in shared if fields in list_formulas(implementation, case)]

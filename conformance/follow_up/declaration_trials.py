@@ -234,9 +234,8 @@ class _Trials:
         except SupportQueryFailed:
             return []
         self.judged += 1
-        return self._allowed.judge(
-            Job(implementation, converted, (CHECKS_BY_NAME[check],)), self._deadline - time.monotonic()
-        )
+        job = Job(implementation, converted, (CHECKS_BY_NAME[check],))
+        return self._allowed.judge(job, self._deadline - time.monotonic(), is_known=True)
 
 
 def _format_words(declarations: Mapping[str, Any]) -> tuple[str, ...]:
