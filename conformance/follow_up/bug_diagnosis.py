@@ -112,7 +112,7 @@ class _Comparison:
         self._findings, self._right, self._bank, self._covered = findings, right, bank, frozenset(covered)
         self._probes: list[Record] = []
         self._cases_of = [0] * len(findings)
-        self._settled: set[int] = set(covered)
+        self._settled = self._covered
 
     @property
     def is_settled(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 import conformance
 from cases.case_id import parse_case_id
-from cases.masks import Causal, Full, Window
+from cases.masks import Causal, Full, Mask, Window
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
@@ -98,9 +98,10 @@ def make_plain(call: Callable[..., Any], *, offset: Callable[[int, int], int] = 
         save_residuals: Any = False,
     ) -> Any:
         first = offset(q.shape[1], k.shape[1])
-        masks = [Causal(first)] if causal else []
-        masks += [Window(*window, first)] if window is not None else []
-        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else Full()
+        mask: Mask = Causal(first) if causal else Full()
+        if window is not None:
+            side = Window(*window, offset=first)
+            mask = mask & side if causal else side
         options = {"bias": bias, "sinks": sinks, "soft_cap": soft_cap, "scale": scale}
         return call(q, k, v, mask=mask, save_residuals=save_residuals, **options)
 
