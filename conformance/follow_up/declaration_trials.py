@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cases.case_id import parse_case_id
@@ -35,8 +35,8 @@ from impls.contract.declarations import Declaration, format_declaration, list_fi
 from impls.contract.implementation import Implementation
 from reports.causes import root_causes
 from reports.causes.case_levels import find_levels
-from reports.causes.finding import UNEXPECTED, UNREPEATABLE, Finding, get_result
-from reports.records import ERROR, EXPECTED_FAIL, PASS, RED, DeclarationTrial, Proposal, Record
+from reports.causes.finding import FORWARD, UNEXPECTED, UNREPEATABLE, Finding, get_result
+from reports.records import ERROR, EXPECTED_FAIL, JUDGED, PASS, RED, DeclarationTrial, Proposal, Record
 from reports.text_format import format_count
 
 _MAX_FAILING, _MAX_PASSING = 3, 3  # the most cases of a finding, and of right cases, that are judged under a candidate
@@ -65,8 +65,8 @@ def try_declarations(
         own = [f for f in findings if f.implementation.name == implementation.name and _may_be_explained(f)]
         if not own or implementation.accelerator.absent is not None:
             continue
-        right = _list_right(one for one in records if one.implementation == implementation.name)
-        trials = _Trials(implementation, own[:_MAX_FINDINGS], allowed, started + seconds, right)
+        its_records = [one for one in records if one.implementation == implementation.name]
+        trials = _Trials(implementation, own[:_MAX_FINDINGS], allowed, started + seconds, its_records)
         with contextlib.suppress(_OutOfTime):
             trials.explain_findings()
         judged += trials.judged
@@ -104,12 +104,14 @@ class _Trials:
         findings: Sequence[Finding],
         allowed: ProbeBudget,
         deadline: float,
-        right: Sequence[_Place],
+        records: Sequence[Record],
     ) -> None:
-        self._implementation, self._allowed, self._deadline, self._right = implementation, allowed, deadline, right
+        judged = {(record.check, record.case) for record in records if record.verdict in JUDGED}
+        self._implementation, self._allowed, self._deadline = implementation, allowed, deadline
+        self._right = _list_right(records)
         self._candidates = [(finding, list_candidates(finding, implementation)) for finding in findings]
         self._failing = {id(finding): _choose_failing(finding, findings) for finding in findings}
-        self._following = {id(finding): _choose_following(finding, findings) for finding in findings}
+        self._following = {id(finding): _choose_following(finding, findings, judged) for finding in findings}
         self._found: dict[str, Any] = {}  # the declarations that explain findings
         self._declared: dict[str, Implementation] = {}
         self._wrong: dict[tuple[str, str, str], frozenset[str] | None] = {}
@@ -190,7 +192,8 @@ class _Trials:
                 return passed >= ({True, False} if right else {True})
             if wrong is None:
                 continue
-            if wrong & {"all", *list_wrong_results(finding, *place)} if is_failing else wrong:
+            own = list_wrong_results(finding, *place)  # other results may be wrong by another finding
+            if wrong & {"all", *own} if own else wrong:
                 return False
             passed.add(is_failing)
         return True in passed or not failing
@@ -265,15 +268,17 @@ def _choose_failing(finding: Finding, findings: Sequence[Finding]) -> list[_Plac
     return _spread(sorted(places, key=lambda place: (place != first, -errors.get(place, 0.0))), _MAX_FAILING)
 
 
-def _choose_following(finding: Finding, findings: Sequence[Finding]) -> list[_Place]:
-    """Choose the smallest case whose gradients are wrong as a consequence of a finding, and of no other."""
+def _choose_following(finding: Finding, findings: Sequence[Finding], judged: Collection[_Place]) -> list[_Place]:
+    """Choose the smallest failing case of a wrong forward pass whose gradients were judged, and that is of no other.
+
+    The gradients may be right under the contract's convention although `out` is not.
+    """
+    if finding.kind != FORWARD:
+        return []
     rivals = [set(other.levels) for other in findings if other is not finding and other.levels is not None]
-    following = {
-        (record.check, record.case)
-        for record in finding.records
-        if record.check in _GRADIENT_CHECKS and record.check in finding.follows
-    }
-    alone = [place for place in following if not any(one <= find_levels(place[1]) for one in rivals)]
+    cases = {record.case for record in finding.own}
+    places = [(check, case) for check in _GRADIENT_CHECKS for case in cases if (check, case) in judged]
+    alone = [place for place in places if not any(one <= find_levels(place[1]) for one in rivals)]
     return sorted(alone, key=lambda place: (estimate_size(place[1]), place))[:1]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import conformance
@@ -26,11 +29,12 @@ from conformance.sensitivity.error_profiles import load_profiles
 from conformance.session.run_result import merge_runs
 from impls.contract.implementation import Implementation
 from reports import terminal
+from reports.causes.finding import FORWARD, GRADIENTS
 from reports.causes.finding_text import FindingText
 from reports.causes.sorts import DIFFERS, WRONG
 from reports.html_fragment import render_fragment
 from reports.page_model import Summary, build_summary
-from reports.records import FAIL, RED, Run, read_runs
+from reports.records import ERROR, FAIL, Run, read_runs
 from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.bank import BANK
@@ -81,8 +85,13 @@ def judge(
     return build_summary(records, info)
 
 
-def make_plain(call: Callable[..., Any], *, offset: Callable[[int, int], int] = lambda q, kv: 0) -> Callable[..., Any]:
-    """Return the canonical call of a bug as a plain function, with its masks aligned by `offset`."""
+def find_bug(name: str) -> PlantedBug:
+    return next(bug for bug in BANK if bug.name == name)
+
+
+def make_plain(name: str, *, offset: Callable[[int, int], int] = lambda q, kv: 0) -> Implementation:
+    """Return a planted bug as a plain function, with its masks aligned by `offset`."""
+    bug = find_bug(name).build()
 
     def attention(
         q: Any,
@@ -103,9 +112,10 @@ def make_plain(call: Callable[..., Any], *, offset: Callable[[int, int], int] = 
             side = Window(*window, offset=first)
             mask = mask & side if causal else side
         options = {"bias": bias, "sinks": sinks, "soft_cap": soft_cap, "scale": scale}
-        return call(q, k, v, mask=mask, save_residuals=save_residuals, **options)
+        static, arrays = bug.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        return bug.call(q, k, v, **static, **arrays, save_residuals=save_residuals, **options)
 
-    return attention
+    return build_implementation(attention, "it")
 
 
 AT_THE_END = """
@@ -184,22 +194,49 @@ def test_conventions_are_tried_in_a_sandbox_too() -> None:
 
 def test_a_declaration_that_breaks_what_is_right_is_not_proposed() -> None:
     """The causal mask is at the end, and the window at the start: no declaration says that."""
-    summary = judge(make_bug("causal-at-bottom-right"))
+    summary = judge(make_plain("causal-at-bottom-right"))
     assert [text.sort for text in summary.findings] == [WRONG]
     assert not summary.proposals
 
 
+@jax.custom_vjp
+def attend_at_the_end(q: Any, k: Any, v: Any) -> Any:
+    """Compute attention under a causal mask at the end, with the gradients of one at the start."""
+    rows, columns = jnp.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], jnp.arange(k.shape[1])
+    return naive.attention(q, k, v, mask=(columns <= rows)[None, None])
+
+
+def pull_back_at_the_start(operands: Any, do: Any) -> Any:
+    _, pull_back = jax.vjp(functools.partial(naive.attention, causal=True), *operands)
+    return pull_back(do)
+
+
+attend_at_the_end.defvjp(lambda *operands: (attend_at_the_end(*operands), operands), pull_back_at_the_start)
+
+
+@declare(behind_mask="finite")
+def disagree_with_oneself(q: Any, k: Any, v: Any, *, causal: Any = False) -> Any:
+    """Compute attention whose causal mask is at the end in the forward pass, and at the start in the backward pass."""
+    return attend_at_the_end(q, k, v) if causal else naive.attention(q, k, v)
+
+
 def test_a_backward_pass_that_is_wrong_under_another_convention_is_no_convention() -> None:
-    """The forward pass has its causal mask at the end, and the backward pass at the start."""
-    bug = find_bug("bwd-causal-aligned-at-start")
-    kernel = build_implementation(make_plain(bug.build().call, offset=lambda q, kv: kv - q), "it")
-    cases = (name_case("causal"), name_case("causal", sizes=WIDE), name_case(sizes=WIDE))
-    assert {text.sort for text in judge(kernel, cases).findings} == {WRONG}
+    kernel = build_implementation(disagree_with_oneself, "it")
+    cases = [name_case(mask, sizes=sizes) for mask in ("causal", "full") for sizes in (EQUAL, WIDE, WIDER)]
+    (text,) = judge(kernel, cases, ("forward", "gradients")).findings
+    assert (text.finding.kind, text.sort) == (FORWARD, WRONG)
+
+
+def test_a_wrong_backward_pass_is_left_beside_a_convention() -> None:
+    """The backward pass has its causal blocks at the start, and is wrong without a mask too if T is not S."""
+    kernel = make_plain("bwd-causal-aligned-at-start", offset=lambda q, kv: kv - q)
+    cases = [name_case(mask, sizes=sizes) for mask in ("causal", "full") for sizes in (EQUAL, WIDE, WIDER)]
+    found = judge(kernel, cases, ("forward", "gradients")).findings
+    assert [(text.finding.kind, text.declarations) for text in found] == [(FORWARD, ('causal="end"',)), (GRADIENTS, ())]
 
 
 def test_two_declarations_that_cases_need_together_are_found_together() -> None:
-    bug = find_bug("cap-before-bias")
-    kernel = build_implementation(make_plain(bug.build().call, offset=lambda q, kv: kv - q), "it")
+    kernel = make_plain("cap-before-bias", offset=lambda q, kv: kv - q)
     options = ("", "softcap2/", "biashead/", "softcap2/biashead/")
     cases = [name_case(mask, option, sizes=sizes) for mask, sizes in PAIRS for option in options]
     (proposal,) = judge(kernel, cases, ("forward",)).proposals
@@ -257,7 +294,7 @@ def test_a_convention_that_no_declaration_has_is_to_be_wrapped(how: str, named: 
 
 def test_what_a_declaration_loosens_is_said() -> None:
     cases = [name_case(sizes=sizes, dtype="bf16") for sizes in (EQUAL, GROUPED)]
-    (text,) = judge(make_bug("logits-rounded-to-operands"), [name_case(), *cases]).findings
+    (text,) = judge(make_plain("logits-rounded-to-operands"), [name_case(), *cases]).findings
     assert text.declarations == ('logits="input"',)
     assert any("loosens" in fact and "one rounding of every logit" in fact for fact in text.facts)
 
@@ -280,14 +317,6 @@ ARE_WRONG = (
 """Planted bugs of many families that no declaration describes."""
 
 
-def find_bug(name: str) -> PlantedBug:
-    return next(bug for bug in BANK if bug.name == name)
-
-
-def make_bug(name: str) -> Implementation:
-    return build_implementation(make_plain(find_bug(name).build().call), "it")
-
-
 def list_sorts(findings: Sequence[FindingText]) -> set[str]:
     return {text.sort for text in findings}
 
@@ -295,8 +324,9 @@ def list_sorts(findings: Sequence[FindingText]) -> set[str]:
 @pytest.mark.bank
 @pytest.mark.parametrize("name", [*CONFORM_AS_DECLARED, *ARE_WRONG])
 def test_a_planted_bug_is_taken_for_a_convention_only_if_it_is_one(name: str) -> None:
-    summary = judge(make_bug(name))
-    assert any(record.verdict in RED for record in summary.groups.records)
+    summary = judge(make_plain(name))
+    assert {record.verdict for record in summary.groups.records} >= {FAIL}
+    assert not any(record.verdict == ERROR for record in summary.groups.records)
     declared = CONFORM_AS_DECLARED.get(name, ())
     assert {text.declarations for text in summary.findings} == {declared}
     assert list_sorts(summary.findings) == {DIFFERS if declared else WRONG}
