@@ -109,7 +109,8 @@ def make_plain(name: str, *, offset: Callable[[int, int], int] = lambda q, kv: 0
         first = offset(q.shape[1], k.shape[1])
         mask: Mask = Causal(first) if causal else Full()
         if window is not None:
-            side = Window(*window, offset=first)
+            left, right = window
+            side = Window(left, right, first)
             mask = mask & side if causal else side
         options = {"bias": bias, "sinks": sinks, "soft_cap": soft_cap, "scale": scale}
         static, arrays = bug.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
