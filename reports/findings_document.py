@@ -20,6 +20,10 @@ def build_findings_document(summary: Summary) -> dict[str, Any]:
         "headline": summary.headline,
         "implementations": [_build_verdict(one) for one in summary.implementations],
         "findings": [_build_finding(text) for text in summary.findings],
+        "proposals": [
+            {"implementation": one.implementation.name, "platform": one.implementation.platform, "code": list(one.code)}
+            for one in summary.proposals
+        ],
     }
 
 
@@ -43,6 +47,8 @@ def _build_finding(text: FindingText) -> dict[str, Any]:
         "implementation": finding.implementation.name,
         "platform": finding.implementation.platform,
         "title": text.title,
+        "sort": text.sort,
+        "declarations": list(text.declarations),
         "facts": list(text.facts),
         "evidence": list(text.evidence),
         "resemblance": list(text.resemblance),

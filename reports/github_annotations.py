@@ -20,7 +20,7 @@ from reports.changes import (
 )
 from reports.conformity import IN_PART, summarize_implementations
 from reports.record_groups import JudgedImplementation, get_implementation, group_by, group_records
-from reports.records import Diagnosis, Record, RunInfo
+from reports.records import Diagnosis, Proposal, Record, RunInfo
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
@@ -63,6 +63,7 @@ def annotate_records(
     find_place: FindPlace,
     probes: Iterable[Record] = (),
     diagnoses: Mapping[tuple[str, ...], Diagnosis] | None = None,
+    proposals: Mapping[str, Proposal] | None = None,
 ) -> list[Annotation]:
     """Build an annotation for each finding among the red records of a run.
 
@@ -73,9 +74,18 @@ def annotate_records(
       find_place: finds the line of the user's code that raised a record's error.
       probes: records of further cases, which were judged to confirm findings.
       diagnoses: the planted bugs that findings resemble, by the key of the finding.
+      proposals: the declarations that were tried on findings, by the label of the implementation.
     """
     return [
-        _build_annotation(describe_finding(number, finding, (diagnoses or {}).get(finding.key)), find_place)
+        _build_annotation(
+            describe_finding(
+                number,
+                finding,
+                (diagnoses or {}).get(finding.key),
+                (proposals or {}).get(finding.implementation.label),
+            ),
+            find_place,
+        )
         for number, finding in enumerate(find_root_causes(records, probes), 1)
     ]
 

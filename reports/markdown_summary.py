@@ -6,6 +6,7 @@ The headline and warnings come first, then the findings, then the verdict and th
 from __future__ import annotations
 
 from reports.causes.finding_text import FindingText, choose_foremost
+from reports.causes.proposal_text import ProposalText
 from reports.conformity import CONFORMITY_GLYPHS
 from reports.metrics import Counts
 from reports.page_model import Summary
@@ -75,7 +76,12 @@ def _format_findings(summary: Summary) -> list[str]:
         return []
     shown, hidden, failures = choose_foremost(summary.findings, MAX_FINDINGS)
     more = [f"{hidden:,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
-    return ["### Findings", *map(_format_finding, shown), *more]
+    return ["### Findings", *map(_format_finding, shown), *more, *map(_format_proposal, summary.proposals)]
+
+
+def _format_proposal(text: ProposalText) -> str:
+    heading, left = escape_inline(text.heading), escape_inline(text.left)
+    return "\n\n".join([f"**{heading}**", *map(format_command, text.code), left])
 
 
 def _format_finding(text: FindingText) -> str:

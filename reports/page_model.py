@@ -17,6 +17,7 @@ from typing import Any
 from reports import section_summaries
 from reports.causes.finding import classify_record
 from reports.causes.finding_text import FindingText, describe_finding, list_evidence
+from reports.causes.proposal_text import ProposalText, describe_proposals
 from reports.causes.root_causes import find_implementation_causes
 from reports.compiled_section import CompiledSection, build_compiled_section
 from reports.conformity import (
@@ -116,6 +117,7 @@ class Summary:
       shortfall: a warning that planned jobs were not judged; empty if all were judged.
       implementations: the verdict on each implementation, in the order of their names.
       findings: the causes of all red records.
+      proposals: for implementations with findings that pass under declarations, one decorator that covers them.
       undecided_rows: rows of results that were not judged, by implementation.
       flag_differences: judgements that depend on the compiler's flags, by implementation.
     """
@@ -129,6 +131,7 @@ class Summary:
     shortfall: str
     implementations: tuple[ImplementationSummary, ...]
     findings: tuple[FindingText, ...]
+    proposals: tuple[ProposalText, ...]
     undecided_rows: tuple[UndecidedRows, ...]
     flag_differences: tuple[FlagDifference, ...]
 
@@ -261,6 +264,16 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     found = summarize_run(groups.by_implementation, run)
     causes = find_implementation_causes(groups.by_implementation, group_by_implementation(run.probes))
     option = spell_diagnose_option(run.command)
+    findings = tuple(
+        describe_finding(
+            number,
+            finding,
+            run.diagnoses.get(finding.key),
+            run.proposals.get(finding.implementation.label),
+            option=option,
+        )
+        for number, finding in enumerate(causes, 1)
+    )
     return Summary(
         run=run,
         groups=groups,
@@ -270,10 +283,8 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         state=found.state,
         shortfall=found.shortfall,
         implementations=found.implementations,
-        findings=tuple(
-            describe_finding(number, finding, run.diagnoses.get(finding.key), option=option)
-            for number, finding in enumerate(causes, 1)
-        ),
+        findings=findings,
+        proposals=describe_proposals(findings, run),
         undecided_rows=_find_undecided_rows(groups),
         flag_differences=_find_flag_differences(groups),
     )

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.causes.finding_text import FindingText, choose_foremost
+from reports.causes.proposal_text import ProposalText
+from reports.causes.sorts import DIFFERS
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, IN_PART, KNOWN_FAILURES, NOT_JUDGED
 from reports.page_model import Summary
 from reports.printable_text import make_printable
@@ -164,6 +166,8 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
         _print_finding(text, console)
     if hidden:
         console.print(Text(f"… and {hidden:,} more findings, of {failures:,} failures\n", style="dim"))
+    for proposal in summary.proposals:
+        _print_proposal(proposal, console)
     if findings and page:
         console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
     command = findings[0].finding.smallest.reproduce if findings else ""
@@ -174,10 +178,17 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
         console.print(Text(f"{command} --shrink", style="cyan"), soft_wrap=True)
 
 
+def _print_proposal(text: ProposalText, console: Console) -> None:
+    console.print(Text(text.heading, style="bold"), soft_wrap=True)
+    for line in text.code:
+        _print_command(line, console)
+    console.print(Text(f"{text.left}\n", style="bold"), soft_wrap=True)
+
+
 def _print_finding(text: FindingText, console: Console) -> None:
-    """Print a finding in a dozen lines. A finding of only one record is printed as that failure."""
+    """Print a finding in a dozen lines. A finding of only one record is printed as that failure, unless it differs."""
     finding, smallest = text.finding, text.finding.smallest
-    if len(finding.records) == 1:
+    if len(finding.records) == 1 and text.sort != DIFFERS:
         _print_failure(finding.records[0], text.resemblance, console)
         return
     title = Text(f"{GLYPHS[smallest.verdict]} {text.number} ", style="bold red")

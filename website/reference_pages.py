@@ -121,7 +121,7 @@ def format_record_schema() -> str:
     from reports.records.error_map import ErrorMap
     from reports.records.measurement import Measurement
     from reports.records.record import Record, Worst
-    from reports.records.run_record import End, JobLine, Kernel, ProbeLine, RunLine
+    from reports.records.run_record import DeclarationTrial, End, JobLine, Kernel, ProbeLine, Proposal, RunLine
 
     documented: Iterable[tuple[str, type[msgspec.Struct]]] = (
         ("Record", Record),
@@ -131,6 +131,8 @@ def format_record_schema() -> str:
         ("Kernel of a run", Kernel),
         ("Finished job", JobLine),
         ("Probe of a finding", ProbeLine),
+        ("Proposal of declarations", Proposal),
+        ("Trial of declarations", DeclarationTrial),
         ("End of a run", End),
         ("Measurement", Measurement),
     )

@@ -18,6 +18,8 @@ class Finding:
     Attributes:
       number: its place in the report, from 1.
       cause: what is wrong, and since which feature, in one sentence.
+      sort: `"wrong"`, or `"differs"` if its failures that were judged again pass under declarations.
+      declarations: these declarations, as they are written in code, and conventions that need a wrapper in words.
       facts: what else is known of it, a line each.
       case: the id of the plainest case.
       check: the check that failed on it.
@@ -38,6 +40,8 @@ class Finding:
 
     number: int
     cause: str
+    sort: str
+    declarations: tuple[str, ...]
     facts: tuple[str, ...]
     case: str
     check: str
@@ -84,6 +88,8 @@ def _build_finding(text: FindingText) -> Finding:
     return Finding(
         number=text.number,
         cause=text.title,
+        sort=text.sort,
+        declarations=text.declarations,
         facts=text.facts,
         case=smallest.case,
         check=smallest.check,

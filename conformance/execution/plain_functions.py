@@ -32,6 +32,7 @@ from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
+from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
     Arithmetic,
@@ -41,6 +42,7 @@ from impls.contract.declarations import (
     Products,
     get_declaration,
     list_declared,
+    redeclare,
     unwrap_partial,
 )
 from impls.contract.implementation import Implementation
@@ -153,6 +155,7 @@ def build_implementation(
         refuses_by_signature=True,
         conventions=list_declared(declaration, Conventions),
         open_questions=tuple(declaration.open_questions),
+        redeclare=functools.partial(_rebuild, function, name, products),
         unasked=tuple(one for one in others if one not in settled and not is_tuning(one)),
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
@@ -173,6 +176,15 @@ def _hint_at_open_sides(window: Any) -> Iterator[None]:
                 "function takes that number there",
             )
         raise
+
+
+def _rebuild(
+    function: Callable[..., Any], name: str, products: Products | None, changes: Mapping[str, Any]
+) -> Implementation:
+    """Build the implementation of the same function with other declarations, or other conventions of its calls."""
+    converted = convert_calls(function, changes.keys() & set(CALL_CONVENTIONS))
+    declarations: Any = {name: value for name, value in changes.items() if name not in CALL_CONVENTIONS}
+    return build_implementation(redeclare(converted, declarations), name, products=products)
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cases.error_profile_cases import ERROR_PROFILE_CASES
 from conformance.judging.job import Job
 from conformance.sensitivity import diagnosis, error_profiles
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
-from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, Sizes
+from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, ErrorProfile, KnownBug, Sizes
 from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
+from reports.causes.sorts import find_covering_declarations
 from reports.record_groups import group_by_implementation
 from reports.records import ERROR, FAIL, JUDGED, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
@@ -62,7 +63,7 @@ def measure_profiles_of_failed(
     failed = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
     if not failed:
         return
-    bank = error_profiles.load_profiles()
+    bank, proposals = error_profiles.load_profiles(), journal.recorded.proposals
     found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)
     for number, implementation in enumerate(failed):
         if not allowed.left:  # asking what it supports would start its process again
@@ -77,7 +78,11 @@ def measure_profiles_of_failed(
         started, mine = time.monotonic(), allowed.left / (len(failed) - number)
         records = [record for record in journal.recorded.records if record.implementation == implementation.name]
         right = list_right_cases(records, [f for f in found if f.implementation.name == implementation.name])
-        comparison = _Comparison(findings, right, bank)
+        proposal = next((one for one in proposals if one.implementation == implementation.name), None)
+        covered = {number for number, one in enumerate(findings) if find_covering_declarations(one, proposal)}
+        if len(covered) == len(findings):
+            continue
+        comparison = _Comparison(findings, right, bank, covered)
         jobs = list(error_profiles.iter_profile_jobs(implementation))
         cases = 0
         while (job := comparison.choose_next(jobs)) is not None:
@@ -96,11 +101,18 @@ def measure_profiles_of_failed(
 class _Comparison:
     """The comparison of a kernel's findings with planted bugs, as cases are judged."""
 
-    def __init__(self, findings: Sequence[Finding], right: Mapping[str, Sizes], bank: Sequence[KnownBug]) -> None:
-        self._findings, self._right, self._bank = findings, right, bank
+    def __init__(
+        self,
+        findings: Sequence[Finding],
+        right: Mapping[str, Sizes],
+        bank: Sequence[KnownBug],
+        covered: Collection[int] = (),
+    ) -> None:
+        """Begin a comparison. Findings that declarations cover, given by their places, need no case."""
+        self._findings, self._right, self._bank, self._covered = findings, right, bank, frozenset(covered)
         self._probes: list[Record] = []
         self._cases_of = [0] * len(findings)
-        self._settled: set[int] = set()
+        self._settled = self._covered
 
     @property
     def is_settled(self) -> bool:
@@ -134,7 +146,7 @@ class _Comparison:
         """Add the records of a case, and settle the findings that they decide."""
         self._probes += judged
         similar = find_similar_bugs(self._findings, self._probes, self._right, self._bank)
-        self._settled = {number for number, bugs in similar.items() if _is_clear(bugs)}
+        self._settled = self._covered | {number for number, bugs in similar.items() if _is_clear(bugs)}
 
 
 def _is_clear(nearest: Sequence[Similarity] | None) -> bool:
@@ -182,12 +194,12 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     its cause. Nor can one that is as often wrong where the finding passes, however similar its errors are on the few
     cases that were judged. All error profile cases of the bug are used, since they are stored.
     """
-    results = {name.removesuffix("_with_residuals") for name in finding.results}
+    results = {"all", *(name.removesuffix("_with_residuals") for name in finding.results)}
     combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
     inside = red = green = 0
     for place, (case, sizes) in enumerate(bug.profile.sizes.items()):
         row = 1 << place
-        judged = [size for name, size in sizes.items() if diagnosis.get_result_name((case, name)) in results | {"all"}]
+        judged = [size for name, size in sizes.items() if _is_result_of(name, results, finding.checks)]
         inside |= row * any(levels <= find_levels(case) for levels in combinations)
         red |= row * any(size is not None for size in judged)
         green |= row * (bool(judged) and all(size is None for size in judged))
@@ -196,6 +208,12 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     if not finding.levels or not (inside & (red | green) and ~inside & (red | green)):
         return True  # no error profile case tells
     return fault_location.explains(fault_location.Combination((), inside), fault_location.Signal(red, green))
+
+
+def _is_result_of(name: str, results: Collection[str], checks: Collection[str]) -> bool:
+    """Return whether an entry of an error profile, such as `dk` or `dk@poison`, is of these results and checks."""
+    result, _, check = name.partition(CHECK_SEPARATOR)
+    return result in results and (not check or check in checks)
 
 
 def _select_profile(
@@ -279,6 +297,8 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
         right = list_right_cases(records, every)
         nearest = find_similar_bugs(findings, probed, right, bank)
         for number, finding in enumerate(findings):
+            if find_covering_declarations(finding, info.proposals.get(finding.implementation.label)):
+                continue  # it differs by a declaration, and need not be a mistake
             if number not in nearest:
                 is_shown = _has_profile_case(finding)
                 diagnoses[finding.key] = Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=is_shown)

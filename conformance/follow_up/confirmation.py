@@ -228,18 +228,15 @@ def confirm_findings(
             break
     if prober.judged:
         cases, spent = format_count(prober.judged, "further case"), time.monotonic() - started
-        line = f"{cases} judged in {spent:.0f} s of at most {seconds:.0f} (--confirm-seconds=0 skips this)"
         found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)
-        say(f"{line}: {_describe_confirmed(found)}")
+        say(f"{cases} judged in {spent:.0f} s, {_describe_confirmed(found)}")
 
 
 def _describe_confirmed(findings: Sequence[Finding]) -> str:
     """Describe how many findings the cases confirm, among those that name what a case needs to fail."""
     named = [finding for finding in findings if finding.levels]
     confirmed = sum(finding.is_confirmed for finding in named)
-    if not confirmed:
-        return "this confirms no finding: what the findings name is only suspected"
-    return f"this confirms {confirmed} of {format_count(len(named), 'finding')}: without what it names, the case passes"
+    return f"which confirm {confirmed or 'none'} of {format_count(len(named), 'finding')}"
 
 
 def _is_worth_probing(finding: Finding) -> bool:

@@ -1,12 +1,16 @@
-"""Follow up on the failures of a run: confirm findings and compare kernels with planted bugs, within a time limit."""
+"""Follow up on the failures of a run, within a time limit.
+
+Findings are confirmed, judged again under declarations that might explain them, and compared with planted bugs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
-from conformance.follow_up import bug_diagnosis, confirmation
+from conformance.follow_up import bug_diagnosis, confirmation, declaration_trials
 from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
@@ -16,13 +20,15 @@ from reports.records import RED
 _SHARE, _LEAST_SECONDS = 0.1, 15.0
 """By default, confirmation and diagnosis together may take this share of the run's time, at least so many seconds."""
 _END_SHARE = 0.05  # this share of the follow-up's time is reserved for ending a process that is cut off
-_CONFIRMING_SHARE = 0.4
-"""After this share of the follow-up's time, confirmation starts no further case. Diagnosis has the rest."""
+_CONFIRMING_SHARE, _DECLARING_SHARE = 0.4, 0.3
+"""After the first share of the follow-up's time, confirmation starts no further case, and after both, no case is judged
+again under other declarations. Diagnosis has the rest.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time."""
+    """Seconds for confirmation with trials of declarations, and for diagnosis; None for a share of the run's time."""
 
     confirm: float | None = None
     diagnose: float | None = None
@@ -53,9 +59,14 @@ def follow_up(
     known = journal.recorded.records
     both = compute_allowed_seconds(spent)
     with interrupts.end_on_signal():
-        seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
+        started = time.monotonic()
+        seconds = (_CONFIRMING_SHARE + _DECLARING_SHARE) * both if budget.confirm is None else budget.confirm
+        confirming = seconds * _CONFIRMING_SHARE / (_CONFIRMING_SHARE + _DECLARING_SHARE)
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
-        confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
+        confirmation.confirm_findings(journal, implementations, allowance, confirming, say)
+        if seconds:
+            left = seconds - (time.monotonic() - started)
+            declaration_trials.try_declarations(journal, implementations, allowance, left, say)
         if not journal.recorded.probes and allowance.declined:
             option = budget.option.replace("diagnose", "confirm")
             line = f"{allowance.seconds:.1f} s are too few to confirm findings ({option}=10 gives more)"

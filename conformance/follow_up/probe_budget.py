@@ -48,14 +48,18 @@ class ProbeBudget:
         """The seconds that are left."""
         return max(0.0, self._until - time.monotonic())
 
-    def judge(self, job: Job, seconds: float = math.inf) -> list[Record] | None:
+    def judge(self, job: Job, seconds: float = math.inf, *, is_known: bool = False) -> list[Record] | None:
         """Judge a job and return its records; None if that would take, or took, too long.
+
+        A job that `is_known` was judged before, so the recorded time is not multiplied.
 
         The limit is the time left, or `seconds` if that is less. A sandboxed kernel is cut off at any point, by ending
         its process. A kernel in the judge's process is cut off when the interpreter runs the next bytecode.
         """
         seconds, expected = min(seconds, self.left), self._estimate_seconds(job)
-        underestimate = max(1.0, self._used_seconds / self._expected_seconds) if self._expected_seconds else 1.0
+        underestimate = 1.0
+        if self._expected_seconds and not is_known:
+            underestimate = max(1.0, self._used_seconds / self._expected_seconds)
         if underestimate * expected >= seconds:
             self.declined = True
             return None

@@ -1,7 +1,8 @@
-"""List what an implementation declares, and the declarations that might explain a failure.
+"""List what an implementation declares, and the declarations that might explain a failure; replace declarations.
 
 Reports list the former. The second judgement of a failure (`conformance.judging.rejudgement`) tries declarations that
-are not made and by which the judge asks less of the implementation than by default.
+are not made and by which the judge asks less of the implementation than by default. The follow-up of a run tries them
+and others on whole findings (`conformance.follow_up.declaration_trials`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from cases.case import Case
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS
-from impls.contract.declarations import Arithmetic, Behaviour, Formulas, format_declaration, list_declared
+from conformance.execution.plain_support import PlainSupport
+from conformance.sandbox.sandboxed_executor import KernelProxy
+from impls.contract.declarations import (
+    Arithmetic,
+    Behaviour,
+    Formulas,
+    format_declaration,
+    list_declared,
+    list_fields,
+)
 from impls.contract.implementation import Implementation
 
 # Fields of `Arithmetic` to try as an explanation of a failure, in this order: the first table for f32 operands, the
@@ -65,24 +75,77 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
     if implementation.behind_mask == "any":
         finite = dataclasses.replace(implementation, behind_mask="finite")
         yield Remedy(format_declaration("behind_mask", "finite"), finite)
-    for formulas in _OTHER_FORMULAS:
-        if implementation.formulas == Formulas() and all(_matters(name, implementation, case) for name in formulas):
-            written = ", ".join(format_declaration(name, value) for name, value in formulas.items())
-            yield Remedy(written, dataclasses.replace(implementation, formulas=Formulas(**formulas)))
-    declared = implementation.arithmetic
-    seen = set()
+    formulas = list_formulas(implementation, case) if implementation.formulas == Formulas() else []
+    for fields in (*formulas, *list_weaker_arithmetic(implementation, case)):
+        yield Remedy(format_declarations(fields), redeclare_implementation(implementation, fields))
+
+
+def list_weaker_arithmetic(implementation: Implementation, case: Case) -> list[dict[str, Any]]:
+    """List the fields of `Arithmetic`, each alone or several together, that allow more rounding on a case."""
+    found: list[dict[str, Any]] = []
     for fields in _WEAKER_FOR_F32 if case.dtype == "f32" else _WEAKER_FOR_SIXTEEN_BITS:
         fields_to_add = {
             name: value
             for name, value in fields.items()
-            if getattr(declared, name) == getattr(Arithmetic(), name)
+            if getattr(implementation.arithmetic, name) == getattr(Arithmetic(), name)
             and (name != "group_sums" or case.num_q_heads > case.num_kv_heads)
         }
-        written = ", ".join(format_declaration(name, value) for name, value in fields_to_add.items())
-        if fields_to_add and written not in seen:
-            seen.add(written)
-            arithmetic = dataclasses.replace(declared, **fields_to_add)
-            yield Remedy(written, dataclasses.replace(implementation, arithmetic=arithmetic))
+        if fields_to_add and fields_to_add not in found:
+            found.append(fields_to_add)
+    return found
+
+
+def list_formulas(implementation: Implementation, case: Case) -> list[dict[str, Any]]:
+    """List the fields of `Formulas`, each alone or two together, that could change expected results of a case."""
+    return [
+        dict(formulas) for formulas in _OTHER_FORMULAS if all(_matters(name, implementation, case) for name in formulas)
+    ]
+
+
+def format_declarations(declarations: Mapping[str, Any]) -> str:
+    """Format declarations as the keyword arguments of a call."""
+    return ", ".join(format_declaration(name, value) for name, value in declarations.items())
+
+
+def redeclare_implementation(implementation: Implementation, declarations: Mapping[str, Any]) -> Implementation:
+    """Return an implementation with some of its declarations replaced.
+
+    Declarations of arithmetic, formulas and behaviour leave the call as it is, so compiled programs are shared. Those
+    of the conventions of a plain function change how its calls are made, and so do all if its operands are stored.
+    """
+    kinds = [
+        {name: value for name, value in declarations.items() if name in {field.name for field in list_fields(kind)}}
+        for kind in (Arithmetic, Formulas, Behaviour)
+    ]
+    arithmetic, formulas, behaviour = kinds
+    found = dataclasses.replace(
+        implementation,
+        arithmetic=dataclasses.replace(implementation.arithmetic, **arithmetic),
+        formulas=dataclasses.replace(implementation.formulas, **formulas),
+        **behaviour,
+    )
+    if not declarations.get("differentiable_residuals", True):
+        found = dataclasses.replace(found, differentiable_residuals=frozenset())
+    known = {*arithmetic, *formulas, *behaviour, "differentiable_residuals"}
+    of_call = {name: value for name, value in declarations.items() if name not in known}
+    if implementation.storage is not None and isinstance(implementation.supports_case, PlainSupport):
+        of_call = dict(declarations)
+    return _change_call(found, of_call) if of_call else found
+
+
+def _change_call(implementation: Implementation, declarations: Mapping[str, Any]) -> Implementation:
+    """Return the implementation of a plain function whose calls are made by these declarations."""
+    call, support = implementation.call, implementation.supports_case
+    if isinstance(call, KernelProxy) and isinstance(support, PlainSupport):
+        proxy = KernelProxy(call.process, tuple(declarations.items()))
+        support = dataclasses.replace(support, causal=declarations.get("causal", support.causal))
+        return dataclasses.replace(implementation, call=proxy, supports_case=support)
+    if implementation.redeclare is None:
+        raise ValueError(f"{implementation.name} is no plain function, and has no {', '.join(declarations)}")
+    changed = implementation.redeclare(declarations)
+    return dataclasses.replace(
+        implementation, call=changed.call, supports_case=changed.supports_case, lower_mask=changed.lower_mask
+    )
 
 
 def _matters(formula: str, implementation: Implementation, case: Case) -> bool:

@@ -26,6 +26,7 @@ from reports.records import (
     DIGEST_OF,
     FAILED,
     End,
+    Proposal,
     Record,
     RecordedRun,
     Run,
@@ -34,6 +35,7 @@ from reports.records import (
     serialize_end,
     serialize_job,
     serialize_probe,
+    serialize_proposal,
     serialize_run,
 )
 
@@ -70,6 +72,7 @@ class Journal:
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
         self._probes: list[Record] = []
+        self._proposals: list[Proposal] = []
         beginning = serialize_run(run) + "\n" + "".join(serialize_job(n, found) for n, found in self._done.items())
         self._files: list[_RecordFile] = []
         try:
@@ -94,8 +97,13 @@ class Journal:
     @property
     def recorded(self) -> RecordedRun:
         """The run, as reading its file returns it."""
-        others, probes = tuple(self._others), tuple(self._probes)
-        return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
+        return dataclasses.replace(
+            self._recorded,
+            done=dict(self._done),
+            others=tuple(self._others),
+            probes=tuple(self._probes),
+            proposals=tuple(self._proposals),
+        )
 
     def add(self, number: int | None, found: Sequence[Record]) -> None:
         """Write the records of a job, or of a part of one, which has no number. Raises `JournalWriteError`."""
@@ -121,6 +129,12 @@ class Journal:
         with interrupts.delay_signals():
             self._probes += found
             self._append_to_files("".join(map(serialize_probe, found)))
+
+    def add_proposal(self, proposal: Proposal) -> None:
+        """Write the declarations that are proposed for an implementation. Raises `JournalWriteError`."""
+        with interrupts.delay_signals():
+            self._proposals.append(proposal)
+            self._append_to_files(serialize_proposal(proposal))
 
     def end(self, how: str, *, reason: str = "") -> None:
         """Write how the run ended, and close the files. Raises `JournalWriteError`."""

@@ -18,7 +18,18 @@ import msgspec
 from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
 from reports import records
-from reports.records import COMPLETE, JUDGED, Extent, Kernel, Record, RecordedRun, Run, RunInfo, list_differences
+from reports.records import (
+    COMPLETE,
+    JUDGED,
+    Extent,
+    Kernel,
+    Proposal,
+    Record,
+    RecordedRun,
+    Run,
+    RunInfo,
+    list_differences,
+)
 
 UNKNOWN = "unknown"
 EXPLORATION_LEVEL = "explore"
@@ -39,6 +50,7 @@ class _ProvenanceGroup:
       runs: the runs. `run` of each is None if the file has no run record: then the provenance is unknown.
       records: the records of this implementation and platform.
       probes: the records of its probes.
+      proposal: the declarations that its runs tried on findings; None if they tried none.
     """
 
     implementation: str
@@ -47,6 +59,7 @@ class _ProvenanceGroup:
     runs: tuple[RecordedRun, ...]
     records: tuple[Record, ...]
     probes: tuple[Record, ...] = ()
+    proposal: Proposal | None = None
 
     @property
     def name(self) -> str:
@@ -113,6 +126,7 @@ def aggregate_runs(
         },
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
+        proposals={group.name: group.proposal for group in groups if group.proposal is not None},
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
         check_meanings={check.name: check.about for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
@@ -158,15 +172,35 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
         # Runs without records are included, since they may have planned jobs and finished none.
         for label, (_, its_records), its_runs in zip(labels, by_provenance, runs_by_provenance, strict=True):
             labelled = _label_records(its_records, label)
-            probes = (
-                x for one in its_runs for x in one.probes if (x.implementation, x.platform) == labelled[0].key[:2]
-            )
+            judged = labelled[0].key[:2]
+            probes = (x for one in its_runs for x in one.probes if (x.implementation, x.platform) == judged)
+            proposals = (x for one in its_runs for x in one.proposals if (x.implementation, x.platform) == judged)
             result.append(
                 _ProvenanceGroup(
-                    implementation, platform, label, tuple(its_runs), labelled, _label_records(probes, label)
+                    implementation,
+                    platform,
+                    label,
+                    tuple(its_runs),
+                    labelled,
+                    _label_records(probes, label),
+                    _merge_proposals(list(proposals)),
                 )
             )
     return result
+
+
+def _merge_proposals(proposals: Sequence[Proposal]) -> Proposal | None:
+    """Merge the proposals of several runs, such as shards; None if there is none."""
+    if len(proposals) < 2:
+        return proposals[0] if proposals else None
+    every = itertools.chain.from_iterable
+    return msgspec.structs.replace(
+        proposals[0],
+        declarations=tuple(dict.fromkeys(every(one.declarations for one in proposals))),
+        wrappers=tuple(dict.fromkeys(every(one.wrappers for one in proposals))),
+        loosens={name: text for one in proposals for name, text in one.loosens.items()},
+        trials=tuple(every(one.trials for one in proposals)),
+    )
 
 
 def _label_records(found: Iterable[Record], label: str) -> tuple[Record, ...]:

@@ -75,7 +75,7 @@ class Runner:
         self._format_repetition = format_repetition
         self._compiler_options = compiler_options
         self._confirmed = confirmed
-        self._executors: dict[str, Executor] = {}
+        self._executors: dict[tuple[str, int], tuple[Implementation, Executor]] = {}
         self._rejudges: dict[str, Rejudger] = {}
         self._done = 0
 
@@ -99,9 +99,7 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """Judge one job and yield its records as they come."""
-        executor = self._executors.setdefault(
-            job.implementation.name, create_executor(job.implementation, self._compiler_options)
-        )
+        executor = self._get_executor(job.implementation)
         needs_gradients = any(check.name == "gradients" for check in job.checks)
         subject = Subject(executor, job.case, self._settings.tolerances, job.selection, needs_gradients)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
@@ -128,6 +126,14 @@ class Runner:
             if later_files := executor.pop_later_files():
                 record = msgspec.structs.replace(record, files=later_files)
             yield self._finish_record(record)
+
+    def _get_executor(self, implementation: Implementation) -> Executor:
+        """Return the executor of an implementation. Copies with other declarations share its compiled functions."""
+        key = implementation.name, id(implementation.call)
+        if key not in self._executors:
+            self._executors[key] = implementation, create_executor(implementation, self._compiler_options)
+        first, executor = self._executors[key]
+        return executor if implementation is first else executor.with_declarations(implementation)
 
     def _finish_record(self, record: Record) -> Record:
         settled = self._settings.mark_expected_failures(record, jax.__version__)

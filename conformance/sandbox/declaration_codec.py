@@ -18,7 +18,7 @@ from impls.contract.implementation import Implementation
 from reports.printable_text import make_printable
 
 # Fields of `Implementation` that only its own process needs. The judge has a proxy for `call`.
-_KEPT = ("call", "lower_mask", "tunable")
+_KEPT = ("call", "lower_mask", "redeclare", "tunable")
 
 
 def serialize_declarations(implementation: Implementation) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class CallRequest:
     function: Callable[..., Any]  # a function of `conformance.executor_tasks`, or of another module of this project
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
+    # For a plain function: declarations by name that replace its own (`Implementation.redeclare`).
+    declared: tuple[tuple[str, Any], ...] = ()
 
     def is_same(self, other: CallRequest) -> bool:
         """Tell whether the other request is the same call with identical objects as arguments."""
@@ -126,9 +128,12 @@ def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Exe
     executors: dict[Any, Executor] = {}
 
     def get_executor(request: CallRequest) -> Executor:
-        key = (request.options, request.variant, request.generation)
+        key = (request.options, request.variant, request.generation, request.declared)
         if key not in executors:
-            plain = Executor(implementation, dict(request.options))
+            declared = implementation
+            if request.declared and implementation.redeclare is not None:
+                declared = implementation.redeclare(dict(request.declared))
+            plain = Executor(declared, dict(request.options))
             executors[key] = plain.variant(request.variant) if request.variant else plain
             for old in [one for one in executors if 0 < one[2] < request.generation]:
                 del executors[old]  # of fresh executors, only the newest is still used

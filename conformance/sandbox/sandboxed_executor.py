@@ -34,9 +34,15 @@ class SupportQueryFailed(ImplementationNotFound):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelProxy:
-    """A placeholder for the functions of a kernel that runs in another process."""
+    """A placeholder for the functions of a kernel that runs in another process.
+
+    Attributes:
+      process: the kernel's process.
+      declared: for a plain function, declarations by name with which its calls are made in place of its own.
+    """
 
     process: KernelProcess
+    declared: tuple[tuple[str, Any], ...] = ()
     _support_by_case: dict[Case, str | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
@@ -74,6 +80,7 @@ class SandboxedExecutor(Executor):
         options: Mapping[str, bool | int] | None = None,
         variant: str = "",
         generation: int = 0,
+        declared: tuple[tuple[str, Any], ...] = (),
     ) -> None:
         """Create an executor.
 
@@ -81,9 +88,10 @@ class SandboxedExecutor(Executor):
           options: compiler options for its programs.
           variant: the name of a variant of the kernel; empty for the kernel itself.
           generation: a number that distinguishes executors with the same options. Each compiles its own programs.
+          declared: declarations by name with which the process makes calls of a plain function.
         """
         super().__init__(implementation, options)
-        self._process, self._variant, self._generation = process, variant, generation
+        self._process, self._variant, self._generation, self._declared = process, variant, generation, declared
 
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *args: P.args, **kwargs: P.kwargs
@@ -104,7 +112,7 @@ class SandboxedExecutor(Executor):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> CallRequest:
         options = tuple(sorted(self.options.items()))
-        return CallRequest(options, self._variant, self._generation, function, args, kwargs)
+        return CallRequest(options, self._variant, self._generation, function, args, kwargs, self._declared)
 
     def with_default_flags(self) -> Executor | None:
         """Return an executor that compiles under JAX's default flags; None if this one does so already.
@@ -116,8 +124,8 @@ class SandboxedExecutor(Executor):
         if not options:
             return None
         if self.backend != "cpu":
-            return SandboxedExecutor(self.implementation, self._process, options, self._variant)
-        return SandboxedExecutor(self.implementation, self._process.with_default_flags(), None, self._variant)
+            return self._replace(self._process, options)
+        return self._replace(self._process.with_default_flags(), None)
 
     def create_fresh(self) -> Executor:
         """Return an executor with the same options in a new process.
@@ -125,19 +133,22 @@ class SandboxedExecutor(Executor):
         Processes cannot share an accelerator. There, the new executor compiles everything again in the same process.
         """
         if self.backend != "cpu":
-            return SandboxedExecutor(
-                self.implementation, self._process, self.options, self._variant, next(_GENERATIONS)
-            )
-        return SandboxedExecutor(self.implementation, self._process.create_fresh(), self.options, self._variant)
+            return self._replace(self._process, self.options, next(_GENERATIONS))
+        return self._replace(self._process.create_fresh(), self.options)
+
+    def _replace(
+        self, process: KernelProcess, options: Mapping[str, bool | int] | None, generation: int = 0
+    ) -> SandboxedExecutor:
+        return SandboxedExecutor(self.implementation, process, options, self._variant, generation, self._declared)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
         """Return an executor for the same kernel with other declarations."""
-        return SandboxedExecutor(implementation, self._process, self.options, self._variant)
+        return SandboxedExecutor(implementation, self._process, self.options, self._variant, declared=self._declared)
 
     def variant(self, name: str) -> Executor:
         """Return an executor for a variant of the kernel: another call that must give the same results."""
         other = dataclasses.replace(self.implementation, parts=None)
-        return SandboxedExecutor(other, self._process, self.options, name)
+        return SandboxedExecutor(other, self._process, self.options, name, declared=self._declared)
 
     @property
     def backend(self) -> str:
@@ -193,7 +204,7 @@ def create_executor(implementation: Implementation, options: Mapping[str, bool |
     """Return an executor in the kernel's process, if it has one; `options` are compiler options for this process."""
     call = implementation.call
     if isinstance(call, KernelProxy):
-        return SandboxedExecutor(implementation, call.process)
+        return SandboxedExecutor(implementation, call.process, declared=call.declared)
     return Executor(implementation, options)
 
 

@@ -19,14 +19,15 @@ def annotate_run(found: Iterable[Record], changed: Comparison | None = None, inf
     """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
 
     Args:
-      info: the probes that confirm findings, and the planted bugs that findings resemble; None if unknown.
+      info: what was found out about the findings afterwards; None if unknown.
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     found = tuple(found)
-    probes, diagnoses = (info.probes, info.diagnoses) if info is not None else ((), None)
-    lines = github_annotations.annotate_records(found, _find_place, probes, diagnoses)
-    if info is not None:
+    if info is None:
+        lines = github_annotations.annotate_records(found, _find_place)
+    else:
+        lines = github_annotations.annotate_records(found, _find_place, info.probes, info.diagnoses, info.proposals)
         lines += github_annotations.annotate_uncalled(found, info)
     if changed is not None:
         lines += github_annotations.annotate_changes(changed, _find_place, without_failures=True)

@@ -269,7 +269,7 @@ class RunSpec:
     confirm_seconds: float | None = option(
         None,
         HOW,
-        "time for cases that confirm findings (part of 15 s, or of a tenth of a longer run; 0 for none)",
+        "time to confirm findings and try declarations (part of 15 s, or of a tenth of a longer run; 0 for none)",
         metavar="N",
         parse=float,
         pytest=True,

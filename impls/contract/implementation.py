@@ -175,6 +175,8 @@ class Implementation(Behaviour):
       devices: the number of devices that a call needs. With fewer devices the implementation is not judged.
       conventions: further declarations of the plain function that `call` adapts, as they are written in code; the
         verdict names them.
+      redeclare: for an adapted plain function, `declarations -> Implementation`: the same function with some of its
+        declarations replaced. None for others, whose call does not depend on declarations.
       unasked: parameters of the plain function that `call` adapts to which no run passes anything. If one is probably
         an operand (`cases.parameter_names`), the implementation does not conform.
       open_questions: what has to be answered before the declarations of the plain function count as meant. If there is
@@ -206,6 +208,7 @@ class Implementation(Behaviour):
     front_end: Callable[..., Any] | None = None
     devices: int = 1
     conventions: tuple[str, ...] = ()
+    redeclare: Callable[..., Any] | None = None
     unasked: tuple[str, ...] = ()
     open_questions: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
@@ -25,8 +25,9 @@ from reports.causes.finding import (
     is_wrong_form,
 )
 from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_mask_leak
+from reports.causes.sorts import DIFFERS, WRONG, count_trials, find_covering_declarations
 from reports.record_groups import JudgedImplementation
-from reports.records import Diagnosis, Record, SimilarBug
+from reports.records import Diagnosis, Proposal, Record, SimilarBug
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
 _MAX_NAMED = 5  # the most checks or results that a line names
@@ -55,6 +56,8 @@ class FindingText:
     Attributes:
       number: the number of the finding in the report, from 1.
       finding: the finding that the text describes.
+      sort: `WRONG`, or `DIFFERS` if it passes under declarations.
+      declarations: the declarations under which it passes, as they are written in code, and conventions in words.
       title: one sentence that says which results are wrong, and with which features of a case, such as "out is wrong
         with sinks".
       facts: the other facts about the finding, one line each.
@@ -71,22 +74,57 @@ class FindingText:
     evidence: tuple[str, ...]
     diagnosis: Diagnosis | None = None
     resemblance: tuple[str, ...] = ()
+    sort: str = WRONG
+    declarations: tuple[str, ...] = ()
 
 
 def describe_finding(
-    number: int, finding: Finding, diagnosis: Diagnosis | None = None, *, option: str = "--diagnose-seconds"
+    number: int,
+    finding: Finding,
+    diagnosis: Diagnosis | None = None,
+    proposal: Proposal | None = None,
+    *,
+    option: str = "--diagnose-seconds",
 ) -> FindingText:
     """Phrase a finding as text.
 
     Args:
       number: its number in the report.
       finding: the finding.
-      diagnosis: the planted bugs that it resembles.
+      diagnosis: the planted bugs that it resembles. Nothing is said of them if the finding passes under declarations.
+      proposal: the declarations that were tried on it.
       option: the option, or argument in Python, that gives more time for this comparison.
     """
-    title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
+    evidence = tuple(list_evidence(finding.smallest))
+    declarations = find_covering_declarations(finding, proposal)
+    if proposal is not None and declarations:
+        title = f"{_format_difference_title(finding)}: declare it or mend it"
+        facts = (*_list_coverage(finding, declarations, proposal), *list_facts(finding, is_declarable=True))
+        return FindingText(number, finding, title, facts, evidence, sort=DIFFERS, declarations=declarations)
     resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis, option))
-    return FindingText(number, finding, title, tuple(facts), tuple(evidence), diagnosis, resemblance)
+    title, facts = format_title(finding), tuple(list_facts(finding))
+    return FindingText(number, finding, title, facts, evidence, diagnosis, resemblance)
+
+
+def _format_difference_title(finding: Finding) -> str:
+    """Format the title of a finding that can be declared: results differ, and are not called wrong."""
+    title = format_title(finding)
+    return re.sub(r"\b(is|are) wrong\b", lambda match: "differs" if match[1] == "is" else "differ", title, count=1)
+
+
+def _list_coverage(finding: Finding, declarations: tuple[str, ...], proposal: Proposal) -> Iterator[str]:
+    """Yield under which declarations a finding passes, and what each of them lets be judged less strictly."""
+    failing, right = count_trials(finding, declarations, proposal)
+    others = f"; {format_count(right, 'right case')} judged under it stay{'s' * (right == 1)} right" if right else ""
+    passes = "passes" if failing == 1 else "pass"
+    written = [one for one in declarations if one in proposal.declarations]
+    converted = [one for one in declarations if one in proposal.wrappers]
+    how = [f"with {', '.join(written)}"] if written else []
+    how += [f"where a wrapper converts {_join_words(converted)}"] if converted else []
+    yield f"{format_count(failing, 'failing case')} {passes} {' and '.join(how)}{others}"
+    for one in written:
+        if one in proposal.loosens:
+            yield f"{one} loosens what is judged, so a bug may pass too: {proposal.loosens[one]}"
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
@@ -113,19 +151,23 @@ def format_title(finding: Finding) -> str:
     return f"{_format_fault(finding)}{',' * (finding.kind == RAISES)} {where}" if where else _format_fault(finding)
 
 
-def list_facts(finding: Finding) -> list[str]:
-    """List the facts about a finding that its title does not have, one line each."""
+def list_facts(finding: Finding, *, is_declarable: bool = False) -> list[str]:
+    """List the facts about a finding that its title does not have, one line each.
+
+    If it `is_declarable`, the declarations that single failures pass under are left out.
+    """
     if finding.kind == BEHIND_MASK:
-        lines = [_format_mask_leak(finding)]
+        lines = [_format_mask_leak(finding, is_declarable=is_declarable)]
     else:
         lines = [
             format_shares(finding),
             format_alternatives(finding),
             format_confirmation(finding),
             format_explained(finding),
-            format_refusal(finding),
+            "" if is_declarable else format_refusal(finding),
         ]
-    return [line for line in (*lines, *format_remedies(finding)) if line]
+    remedies = [] if is_declarable else format_remedies(finding)
+    return [line for line in (*lines, *remedies) if line]
 
 
 def format_diagnosis(diagnosis: Diagnosis, option: str = "--diagnose-seconds") -> list[str]:
@@ -204,7 +246,7 @@ def format_confirmation(finding: Finding) -> str:
         levels = zip(finding.levels or (), finding.without, strict=True)
         ways = [format_difference(finding.smallest.case, case, level.fields) for level, case in levels if case]
         partly = "" if finding.is_confirmed else " in part"
-        return f"confirmed{partly}: this case fails, and the same {' or '.join(ways)} passes"
+        return f"confirmed{partly}: this case fails, and the same {' or '.join(dict.fromkeys(ways))} passes"
     if finding.passes and finding.levels:
         return f"needs more than that: {finding.passes} has the same features, and passes"
     return ""
@@ -294,8 +336,9 @@ def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
     return is_of_smallest or mends_most or 2 * remedy.count >= len(finding.records)
 
 
-def _format_mask_leak(finding: Finding) -> str:
-    return format_mask_leak(summarize_mask_leak([record for record in finding.records if is_mask_leak(record)]))
+def _format_mask_leak(finding: Finding, *, is_declarable: bool) -> str:
+    leak = summarize_mask_leak([record for record in finding.records if is_mask_leak(record)])
+    return format_mask_leak(dataclasses.replace(leak, tried=0) if is_declarable else leak)
 
 
 def _format_remedy(remedy: Remedy) -> str:

@@ -24,12 +24,14 @@ from reports.records.run_record import (
     END_SCHEMA,
     JOB_SCHEMA,
     PROBE_SCHEMA,
+    PROPOSAL_SCHEMA,
     RUN_SCHEMA,
     End,
     JobEntry,
     JobLine,
     PlannedJob,
     ProbeLine,
+    Proposal,
     RecordedRun,
     Run,
     RunFacts,
@@ -37,7 +39,7 @@ from reports.records.run_record import (
 )
 from reports.records.strict_json import serialize_strict_json
 
-Line: TypeAlias = Record | RunLine | JobLine | ProbeLine | End
+Line: TypeAlias = Record | RunLine | JobLine | ProbeLine | Proposal | End
 _Decoded = TypeVar("_Decoded")
 
 _LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
@@ -100,6 +102,11 @@ def serialize_probe(probe: Record) -> str:
     return serialize_strict_json({"schema": PROBE_SCHEMA, "record": _to_plain_data(probe)}) + "\n"
 
 
+def serialize_proposal(proposal: Proposal) -> str:
+    """Serialize the declarations that are proposed for an implementation to a line."""
+    return serialize_strict_json({"schema": PROPOSAL_SCHEMA} | msgspec.to_builtins(proposal)) + "\n"
+
+
 def serialize_end(end: End) -> str:
     """Serialize the end of a run to the last line of a file."""
     return serialize_strict_json({"schema": END_SCHEMA} | msgspec.structs.asdict(end))
@@ -110,7 +117,7 @@ def serialize_recorded_run(recorded: RecordedRun) -> str:
     assert recorded.run is not None
     jobs = "".join(serialize_job(number, found) for number, found in recorded.done.items())
     others = "".join(serialize_record(record) + "\n" for record in recorded.others)
-    probes = "".join(map(serialize_probe, recorded.probes))
+    probes = "".join([*map(serialize_probe, recorded.probes), *map(serialize_proposal, recorded.proposals)])
     end = "" if recorded.end is None else serialize_end(recorded.end) + "\n"
     return f"{serialize_run(recorded.run)}\n{jobs}{others}{probes}{end}"
 
@@ -292,13 +299,16 @@ class _RunReader:
         self._open: list[Record] = []
         self._others: list[Record] = []
         self._probes: list[Record] = []
+        self._proposals: list[Proposal] = []
         self._end: End | None = None
 
-    def take(self, line: Record | JobLine | ProbeLine | End) -> None:
+    def take(self, line: Record | JobLine | ProbeLine | Proposal | End) -> None:
         if isinstance(line, Record):
             self._open.append(line)
         elif isinstance(line, ProbeLine):
             self._probes.append(line.record)
+        elif isinstance(line, Proposal):
+            self._proposals.append(line)
         elif isinstance(line, End):
             self._end = line
         else:
@@ -323,11 +333,16 @@ class _RunReader:
         if self._run is None and not others:
             return []
         if self._run is not None:
-            _reject_unknown_implementation((*others, *self._probes), self._run)
-        probes = tuple(self._probes)
+            _reject_unknown_implementation((*others, *self._probes, *self._proposals), self._run)
         return [
             RecordedRun(
-                source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end
+                source=self._source,
+                run=self._run,
+                done=self._done,
+                others=others,
+                probes=tuple(self._probes),
+                proposals=tuple(self._proposals),
+                end=self._end,
             )
         ]
 
@@ -342,7 +357,7 @@ def _reject_foreign_record(record: Record, job: PlannedJob) -> None:
         raise ValueError(f"a job of {', '.join(job.checks)} has a record of {record.check}")
 
 
-def _reject_unknown_implementation(found: Iterable[Record], run: Run) -> None:
+def _reject_unknown_implementation(found: Iterable[Record | Proposal], run: Run) -> None:
     """Raise `ValueError` for records of an implementation that the run does not judge."""
     for record in found:
         if record.implementation not in run.kernels:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from reports.records.record import Record
+from reports.records.run_record import Proposal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class RunInfo:
       extents: how many of the planned jobs were judged.
       narrowed: the options that selected only a part of the level, if `extents` is empty.
       probes: records that confirm findings; they are not counted.
+      proposals: the declarations that were tried on findings.
       diagnoses: which planted bugs each finding resembles, by the finding's key.
       files: for implementations that several runs judged, the files of these runs.
       runs: for the same implementations, the marks that identify these runs within their files (`Run.identity_mark`).
@@ -121,6 +123,7 @@ class RunInfo:
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""
     probes: list[Record] = dataclasses.field(default_factory=list)
+    proposals: dict[str, Proposal] = dataclasses.field(default_factory=dict)
     diagnoses: dict[tuple[str, ...], Diagnosis] = dataclasses.field(default_factory=dict)
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)

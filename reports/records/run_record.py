@@ -1,4 +1,4 @@
-"""Define run records, and the other lines of a file that are no records: finished jobs, probes, the end of the run.
+"""Define run records, and the other lines of a file that are no records, such as finished jobs and the end of a run.
 
 A file of records begins with a run record (`Run`): the conditions of the run and its planned jobs. The records of each
 finished job follow as one block, and a line that names the job closes the block. The last line is an `End`; if it is
@@ -21,6 +21,7 @@ RUN_SCHEMA = "attention-conformance/run/2"
 JOB_SCHEMA = "attention-conformance/job/1"
 END_SCHEMA = "attention-conformance/end/1"
 PROBE_SCHEMA = "attention-conformance/probe/1"
+PROPOSAL_SCHEMA = "attention-conformance/proposal/1"
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -217,6 +218,46 @@ class ProbeLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     record: Record
 
 
+class DeclarationTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failure that was judged again under declarations.
+
+    Attributes:
+      check: the check that had failed.
+      case: the case on which it had failed.
+      declarations: the declarations, as they are written in code, or names of conventions that need a wrapper.
+      wrong: the results that are still wrong; `all` if the call raised.
+    """
+
+    check: str
+    case: str
+    declarations: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
+
+
+class Proposal(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=PROPOSAL_SCHEMA):
+    """The declarations under which findings of an implementation pass, and the failures that were judged under them.
+
+    Attributes:
+      implementation: the name of the implementation.
+      platform: the platform on which it was judged.
+      declarations: the declarations, as they are written in code, that together cover all findings that some cover.
+      wrappers: conventions that no declaration has, in words: a wrapper that converts them covers findings too.
+      loosens: for each declaration that lets something be judged less strictly, what that is.
+      is_function: whether it is a plain function, on which the decorator `declare` can be put.
+      declares: whether it declares something already.
+      trials: the failures that were judged again.
+    """
+
+    implementation: str
+    platform: str
+    declarations: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    loosens: Mapping[str, str] = {}
+    is_function: bool = True
+    declares: bool = False
+    trials: tuple[DeclarationTrial, ...] = ()
+
+
 class End(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=END_SCHEMA):
     """How a run ended.
 
@@ -245,6 +286,7 @@ class RecordedRun:
       done: the records of each finished job, by the job's index among the planned jobs.
       others: records that belong to no finished job: of an unfinished job, or of the run as a whole.
       probes: records that confirm findings. They do not count as records of the run.
+      proposals: the declarations that were tried on findings.
       end: the end of the run; None if the run was killed, or is still going on.
       note: what is wrong with the file, if anything.
     """
@@ -254,6 +296,7 @@ class RecordedRun:
     done: Mapping[int, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
     others: tuple[Record, ...] = ()
     probes: tuple[Record, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
     end: End | None = None
     note: str = ""
 

@@ -156,8 +156,8 @@ def test_a_failing_case_is_judged_without_each_of_its_features_and_what_it_needs
     assert {level.name for level in finding.levels} == {"sinks", "bias", "groups"}
     assert set(finding.without) == passing
     assert (finding.inside, finding.outside) == (Share(1, 1), Share(0, 1))
-    assert "confirms 1 of 1 finding:" in confirmation._describe_confirmed([finding])
-    assert "confirms no finding:" in confirmation._describe_confirmed([dataclasses.replace(finding, without=())])
+    assert "1 of 1 finding" in confirmation._describe_confirmed([finding])
+    assert "none of 1 finding" in confirmation._describe_confirmed([dataclasses.replace(finding, without=())])
 
 
 def run_case(runner: Runner, implementation: Implementation, case: str) -> list[Record]:
