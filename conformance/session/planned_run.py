@@ -87,12 +87,12 @@ class PlannedRun:
 
 def describe_unasked(implementations: Sequence[Implementation]) -> list[str]:
     """Describe, in a line for each implementation that has any, the parameters to which the run passes nothing."""
-    return [
-        f"{one.name} has parameters to which nothing is passed: {name_parameters(one.unasked)}. `python -m conformance "
-        f"adapt --impl={one.name}` finds out what they are; or declare ignores={one.unasked!r}"
-        for one in implementations
-        if one.unasked
-    ]
+    lines = []
+    for one in (each for each in implementations if each.unasked):
+        adapt = f"python -m conformance adapt --impl={one.name}" if ":" in one.name else "conformance.adapt(function)"
+        named = f"{one.name} has parameters to which nothing is passed: {name_parameters(one.unasked)}"
+        lines.append(f"{named}. `{adapt}` finds out what they are; or declare ignores={one.unasked!r}")
+    return lines
 
 
 def plan_jobs(resolved: ResolvedRun) -> PlannedRun:
