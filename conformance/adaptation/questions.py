@@ -48,7 +48,7 @@ class Answer:
       question: what was asked, such as `window_size`.
       answer: what was found out.
       evidence: how far the answer's result is from the oracle, in bounds, and how far that of the next best reading.
-      open: what people have to answer before the answer counts as meant; empty if nothing else would explain it.
+      open: what people have to answer with yes before the answer counts as meant; empty if nothing else explains it.
     """
 
     question: str
@@ -202,7 +202,7 @@ class Interview:
             "layout",
             f"{self.recipe.layout.axes}, by the shape of the result alone",
             f"{ratio:.3g} bounds from the oracle",
-            f"a call without options equals no attention that was tried ({NONE_OF_THESE}): is it wrong?",
+            f"a call without options equals no attention that was tried ({NONE_OF_THESE}). Is that meant?",
         )
         return True
 
@@ -266,7 +266,7 @@ class Interview:
         evidence = f"{ratio:.2g} bounds from the oracle"
         asked = ""
         if wrong is not None and wrong != size:
-            asked = f"a plain call is right with {size.describe()}, and wrong with {wrong.describe()}. Is it wrong?"
+            asked = f"a plain call is right with {size.describe()}, and wrong with {wrong.describe()}. Is that meant?"
         self.add_answer("layout", f"{recipe.layout.axes}{_describe_mapped(recipe.layout)}", evidence, asked)
         if value := ", ".join(f"{name}={code}" for name, code in recipe.fixed.items()):
             self.add_answer("arguments in each call", value)
@@ -405,7 +405,7 @@ class Interview:
             self.recipe = self.recipe.add(operand, usual)
             near = "; ".join(f"equals {one[0].says}, which no known library does" for one in passing.values())
             evidence = f"at best {min(ratios.values()):.3g} bounds from the oracle"
-            asked = f"{name} has an effect that no known reading has{': ' + near if near else ''}. Is it wrong?"
+            asked = f"{name} has an effect that no known reading has{': ' + near if near else ''}. Is that meant?"
             self.add_answer(name, NONE_OF_THESE, evidence, asked)
             return
         if not errors:
@@ -415,7 +415,7 @@ class Interview:
         if all(one.is_refusal for one in errors):
             self.add_answer(name, "refused", outcome.error)
             return
-        asked = f"every call with {name} raises, so it is never passed. Is it wrong, or another operand?"
+        asked = f"every call with {name} raises, so it is never passed. Is that meant?"
         self.add_answer(name, "raises", outcome.error, asked)
 
     def _find_at_other_sizes(self, operand: str, name: str, options: list[Encoding]) -> bool:
@@ -430,7 +430,7 @@ class Interview:
                 self._size = usual
                 self.recipe = self.recipe.add(operand, encoding)
                 lengths = size.describe()
-                asked = f"{name} is right with {lengths}, and wrong or refused with {usual.describe()}. Is it wrong?"
+                asked = f"{name} is right with {lengths}, and wrong or refused with {usual.describe()}. Is that meant?"
                 self.add_answer(
                     name, encoding.says, f"{outcome.ratio:.2g} bounds from the oracle with {lengths}", asked
                 )
@@ -456,7 +456,9 @@ class Interview:
             self.add_answer(question, "refused" if outcome.is_refusal else "raises", reason, asked)
         elif not outcome.passes:
             evidence = f"{outcome.ratio:.3g} bounds from the oracle"
-            self.add_answer(question, NONE_OF_THESE, evidence, f"{question}: results are wrong. Are they?")
+            self.add_answer(
+                question, NONE_OF_THESE, evidence, f"{question}: results are not those of attention. Is that meant?"
+            )
         else:
             self.add_answer(question, "yes", f"{outcome.ratio:.2g} bounds from the oracle")
 
@@ -471,7 +473,7 @@ class Interview:
             if self._find_residuals(raw, flag):
                 return
         if flags:
-            asked = f"{flags[0]}=True returns no logsumexp that is known. Is it one?"
+            asked = f"{flags[0]}=True returns no logsumexp that is known. Is that meant?"
             self.add_answer("/".join(flags), NONE_OF_THESE, "", asked)
 
     def _find_residuals(self, raw: Recipe, flag: str) -> bool:
@@ -536,7 +538,7 @@ class Interview:
                 question,
                 NONE_OF_THESE if plain.ratios else "raises",
                 error,
-                f"{question}: results are wrong. Is that so?",
+                f"{question}: results are not those of attention. Is that meant?",
             )
 
     # Which calls it takes.
@@ -631,7 +633,7 @@ class Interview:
                 self.recipe = self.recipe.lack(dtype, _shorten(outcome.error))
                 self.add_answer(dtype, "refused", _shorten(outcome.error))
             elif outcome.error:
-                asked = f"{dtype} raises {_shorten(outcome.error)}. Is it wrong?"
+                asked = f"{dtype} raises {_shorten(outcome.error)}. Is that meant?"
                 self.add_answer(dtype, "raises", _shorten(outcome.error), asked)
             elif dtype == "f32" and not outcome.passes:
                 evidence = f"{outcome.ratio:.3g} bounds from the oracle"
@@ -778,7 +780,7 @@ class Interview:
             name for name in left if name in self.target.roles and name not in {a.question for a in self.answers}
         ]
         if left:
-            asked = f"{', '.join(operands)}: never passed. Is it needed?" if operands else ""
+            asked = f"{', '.join(operands)}: never passed. Is that meant?" if operands else ""
             self.add_answer("never passed", ", ".join(left), "", asked)
 
 
