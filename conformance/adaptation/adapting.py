@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance.adaptation.modules import CannotAdapt
 from conformance.adaptation.probing import Prober
 from conformance.adaptation.questions import Answer, Interview
 from conformance.adaptation.recipe import load_adapter, write_adapter
 from conformance.adaptation.target import Target, build_target, load_target
+from conformance.execution.implementation_registry import ImplementationNotFound, load_attribute
 from impls.contract.declarations import Declaration, declare, get_declaration
 
 SECONDS = 120.0
@@ -81,6 +85,9 @@ def adapt(
       CannotAdapt: if it is no function of queries, keys and values, or if no call of it returned an attention's result.
     """
     given = {name: repr(value) for name, value in (bound or {}).items()}
+    for name, code in given.items():
+        if not isinstance((bound or {})[name], bool | int | float | str | tuple | None):
+            raise CannotAdapt(f"bound: {name}={code} cannot be written as code; bind it by functools.partial")
     target = load_target(function, given) if isinstance(function, str) else _find_target(function, given)
     interview = Interview(target, Prober(seconds), on_answer)
     interview.ask_all()
@@ -101,11 +108,14 @@ def list_open_questions(answers: Any) -> tuple[str, ...]:
 def _find_target(function: Callable[..., Any], bound: Mapping[str, str]) -> Target:
     """Describe a function that Python has; the adapter's code imports it, if its module can be imported."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if not module or module == "__main__" or not name or "<" in name:
-        label = name.rpartition(".")[2] or "function"
-        label = label if label.isidentifier() and label != "attention" else "function"
-        return build_target(function, label, (f"# {label} is the function that was adapted",), label, bound)
-    return load_target(f"{module}:{name}", bound)
+    if module and module != "__main__" and name and not inspect.ismethod(function):
+        # A decorator may have taken over the name of the function that it wraps.
+        with contextlib.suppress(ImplementationNotFound):
+            if load_attribute(f"{module}:{name}") is function:
+                return load_target(f"{module}:{name}", bound)
+    label = name.rpartition(".")[2] if isinstance(name, str) else ""
+    label = f"adapted_{label}" if label.isidentifier() else "adapted_function"
+    return build_target(function, label, (f"# {label} is the function that was adapted",), label, bound)
 
 
 def write_adapter_file(adapted: Adapted, path: Path) -> None:

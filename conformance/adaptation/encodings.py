@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from cases.parameter_names import is_tuning
 from conformance.adaptation.target import Target
 
 
@@ -51,13 +53,18 @@ def list_encodings(target: Target, operand: str) -> list[Encoding]:
     return list(_ENCODINGS[operand](target, parameters)) if parameters and operand in _ENCODINGS else []
 
 
+def write_code(value: Any) -> str:
+    """Write a default as code."""
+    return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
 def write_off(target: Target, parameter: str, code: str, name: str) -> str:
     """Return the code that passes `code` where the operand `name` is given, and else what turns the parameter off."""
     default = target.get_default(parameter)
     if default is None:
         return f"None if {name} is None else {code}" if code != name else name
     if isinstance(default, int | float | tuple | str):
-        return f"{default!r} if {name} is None else {code}"
+        return f"{write_code(default)} if {name} is None else {code}"
     return f"None if {name} is None else {code}"
 
 
@@ -108,8 +115,8 @@ def _list_scale(target: Target, parameters: list[str]) -> Iterator[Encoding]:
 def _list_soft_cap(target: Target, parameters: list[str]) -> Iterator[Encoding]:
     parameter = parameters[0]
     default = target.get_default(parameter)
-    off = "soft_cap" if default is None else f"{default!r} if soft_cap is None else soft_cap"
-    yield Encoding({parameter: off}, f"soft_cap * tanh(x / soft_cap); {default!r} is off")
+    off = "soft_cap" if default is None else f"{write_code(default)} if soft_cap is None else soft_cap"
+    yield Encoding({parameter: off}, f"soft_cap * tanh(x / soft_cap); {write_code(default)} is off")
 
 
 def _list_window(target: Target, parameters: list[str]) -> Iterator[Encoding]:
@@ -133,7 +140,7 @@ def _list_window(target: Target, parameters: list[str]) -> Iterator[Encoding]:
                 declarations=declarations,
             )
     elif isinstance(default, tuple):
-        code = f"{default!r} if window is None else tuple(-1 if side is None else side for side in window)"
+        code = f"{write_code(default)} if window is None else tuple(-1 if side is None else side for side in window)"
         yield Encoding({parameter: code}, "(left, right), keys beside the query's own; -1 is open")
     if isinstance(default, tuple) or default is None:
         # Readings that no library has; they say how a wrong window is wrong.
@@ -151,7 +158,7 @@ def _list_window(target: Target, parameters: list[str]) -> Iterator[Encoding]:
 
 def _list_one_sided_windows(target: Target, parameter: str) -> Iterator[Encoding]:
     """List readings of a window that is one number of keys."""
-    off = "None" if target.get_default(parameter) is None else repr(target.get_default(parameter))
+    off = "None" if target.get_default(parameter) is None else write_code(target.get_default(parameter))
     sets_causal = bool(target.find_parameters("causal"))
     readings = (
         (1, "counts the query's own key, as in transformers and keras"),
@@ -268,7 +275,10 @@ def _list_segment_ids(target: Target, parameters: list[str]) -> Iterator[Encodin
         codes = {name: f"None if segment_ids is None else segment_ids[{n}]" for n, name in enumerate((q_ids, kv_ids))}
         yield Encoding(codes, "ids of queries and of keys")
         yield Encoding(
-            codes, "ids of queries and of keys; negative ids are padding", declarations={"negative_ids": "padding"}
+            codes,
+            "ids of queries and of keys; negative ids are padding",
+            declarations={"negative_ids": "padding"},
+            question="tokens with a negative segment id attend to nothing, as in ejkernel. Is that meant?",
         )
         return
     parameter = parameters[0]
@@ -382,6 +392,12 @@ def list_required_values(target: Target, parameter: str) -> tuple[str, ...]:
         length = "k.shape[1]" if "k" in parameter.replace("block", "").replace("chunk", "") else "q.shape[1]"
         return (f"min(128, {length})", f"min(64, {length})", "128", "64")
     return ("None", "False", "0")
+
+
+def is_guess(target: Target, parameter: str) -> bool:
+    """Return whether a value of a parameter without a default was guessed, and not taken from a known name."""
+    known = parameter in target.roles or parameter in _REQUIRED_NAMES or is_tuning(parameter)
+    return target.is_required(parameter) and not known
 
 
 def list_fixed_values(target: Target) -> dict[str, str]:

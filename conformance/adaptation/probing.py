@@ -10,6 +10,7 @@ import math
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,9 +131,9 @@ class Prober:
                 got = executor.gradients(problem, cotangents[0]).values
             else:
                 got = executor.gradients_lse(problem, cotangents[0]).values
-        except NotImplementedError as error:
-            return Outcome(unsupported=kernel_errors.describe_refusal(error))
         except Exception as error:
+            if isinstance(error, NotImplementedError) and not _is_raised_by_jax(error):
+                return Outcome(unsupported=kernel_errors.describe_refusal(error))
             return Outcome(error=kernel_errors.describe_kernel_error(error), is_refusal=is_refusal(error, function))
         expected = self.expect(implementation, case, problem, cotangents)
         ratios = {}
@@ -178,9 +179,15 @@ def _select_rows(problem: Problem, empty_rows: str) -> np.ndarray:
     return np.broadcast_to(problem.allowed.any(axis=-1), (batch, heads, q_length))
 
 
+def _is_raised_by_jax(error: BaseException) -> bool:
+    """Return whether the innermost frame of an error is one of JAX."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and bool({"jax", "jaxlib"} & set(Path(frames[-1].filename).parts))
+
+
 def is_refusal(error: BaseException, function: Any) -> bool:
     """Return whether a function refused a call: a `raise` or an `assert` of its module or library, not of JAX."""
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, NotImplementedError) and not _is_raised_by_jax(error):
         return True
     code = getattr(inspect.unwrap(function), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import compute_expectation
 from impls.contract.declarations import Arithmetic
 
+_PLACE = re.compile(r" \([^()]*\.py:\d+.*$")  # where an error was raised, at the end of its description
 _INTERPRETED = (
     "from jax.experimental.pallas import tpu as pltpu",
     'if jax.default_backend() != "tpu":',
@@ -59,7 +61,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of the cases that are asked about, all different so that no two axes are confused."""
+    """Sizes of the cases that are asked about."""
 
     batch: int
     heads: int
@@ -93,7 +95,7 @@ SIZES = (
     Size(2, 4, 128, 256, 128),
     Size(2, 4, 256, 256, 128),
 )
-"""Sizes to try, the cheapest first: kernels may demand multiples of 8, 64 or 128, and equal lengths."""
+"""Sizes to try. In the first all differ; kernels may demand equal lengths, or multiples of 8, 64 or 128."""
 
 
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -174,7 +176,8 @@ class Interview:
             errors = {}
             self._find_base_call(errors)
         if not self.answers:
-            said = "; ".join(f"{layout}: {error}" for layout, error in list(errors.items())[:3])
+            layouts = {error: layout for layout, error in reversed(errors.items())}  # each message once
+            said = "; ".join(f"{layout}: {error}" for error, layout in list(layouts.items())[:4])
             raise CannotAdapt(f"no call of {self.target.name} returned a result like attention's: {said}")
 
     def _find_base_call(self, errors: dict[str, str]) -> bool:
@@ -236,26 +239,25 @@ class Interview:
         except Exception as error:
             errors[axes] = kernel_errors.describe_kernel_error(error)
             return None
-        found = find_out(result, size, axes)
-        if found is None:
+        fitting = list(iter_outs(result, size, axes))
+        if not fitting:
             errors.setdefault(axes, f"returned {describe_result(result)}")
             return None
-        code, value = found
-        recipe = dataclasses.replace(recipe, out=code, plain_out=code)
-        best = (math.inf, ("", ""))
+        best: tuple[float, tuple[str, str], str] = (math.inf, ("", ""), fitting[0][0])
         offset = size.kv_length - size.q_length
         masks = {"full": Full(), "start": Causal(0), **({"end": Causal(offset)} if offset else {})}
         for (mask, kind), scale in itertools.product(masks.items(), (None, 1.0)):
             asked = dataclasses.replace(problem, mask=kind, scale=scale)
             expected = compute_expectation(asked, Arithmetic(softmax="input", logits="input", scaled_q=True))
-            ratio = compare(np.asarray(value), expected.forward["out"]).ratio
-            if ratio < best[0]:
-                best = (ratio, (mask, "" if scale is None else "1"))
+            for code, value in fitting:
+                ratio = compare(np.asarray(value), expected.forward["out"]).ratio
+                if ratio < best[0]:
+                    best = (ratio, (mask, "" if scale is None else "1"), code)
         free = [n for n in _DTYPES if n in self.target.parameters and n not in {*recipe.fixed, *self.target.bound}]
         if best[0] > 4 and free:  # by default it computes in another dtype than that of its operands
             fixed = {**recipe.fixed, free[0]: "q.dtype"}
             return self._try_base(dataclasses.replace(recipe, fixed=fixed, out="result"), size, dtype, errors)
-        return best[0], recipe, best[1]
+        return best[0], dataclasses.replace(recipe, out=best[2], plain_out=best[2]), best[1]
 
     def _accept_base(
         self, recipe: Recipe, size: Size, dtype: str, reading: tuple[str, str], ratio: float, wrong: Size | None
@@ -269,7 +271,13 @@ class Interview:
             asked = f"a plain call is right with {size.describe()}, and wrong with {wrong.describe()}. Is that meant?"
         self.add_answer("layout", f"{recipe.layout.axes}{_describe_mapped(recipe.layout)}", evidence, asked)
         if value := ", ".join(f"{name}={code}" for name, code in recipe.fixed.items()):
-            self.add_answer("arguments in each call", value)
+            guessed = [name for name in recipe.fixed if encodings.is_guess(self.target, name)]
+            asked = f"{', '.join(guessed)}: the value in each call is a guess. Is it meant?" if guessed else ""
+            if narrow := [name for name in _DTYPES if name in recipe.fixed and not self.target.is_required(name)]:
+                asked = (
+                    f"by default results or logits have another dtype; {narrow[0]}=q.dtype is passed. Is that meant?"
+                )
+            self.add_answer("arguments in each call", value, "", asked)
         parameters = self.target.find_parameters("scale")
         if scale and not parameters:
             self.recipe = dataclasses.replace(self.recipe, scales_q=True)
@@ -342,6 +350,12 @@ class Interview:
             close = others and min(others) < APART
             if (rivals or close) and not (operand == "causal" and self._size.q_length == self._size.kv_length):
                 asked = asked or f"{name}: {CANNOT_TELL} by these calls: {encoding.says}; {'; '.join(rivals)}"
+            if (encoding.gives or operand) in self.recipe.encodings:
+                asked = (
+                    f"{name} is a second parameter for {encoding.gives or operand}, and is never passed. Is that meant?"
+                )
+                self.add_answer(name, encoding.says, evidence, asked)
+                return
             self.recipe = self.recipe.add(operand, encoding)
             self.add_answer(name, encoding.says, evidence, asked)
             self._ask_forms(operand, encoding.gives or operand)
@@ -405,16 +419,15 @@ class Interview:
             self.recipe = self.recipe.add(operand, usual)
             near = "; ".join(f"equals {one[0].says}, which no known library does" for one in passing.values())
             evidence = f"at best {min(ratios.values()):.3g} bounds from the oracle"
-            asked = f"{name} has an effect that no known reading has{': ' + near if near else ''}. Is that meant?"
+            asked = f"{name}: results are those of no known reading{': ' + near if near else ''}. Is that meant?"
             self.add_answer(name, NONE_OF_THESE, evidence, asked)
             return
-        if not errors:
-            self.add_answer(name, "could not be asked", "the adapter supports none of the cases")
+        if not errors or all(one.is_refusal for one in errors):
+            reason = _shorten(errors[0].error) if errors else "not implemented"
+            asked = f"{name} was refused in every form that was tried ({reason}), so it is never judged. Is that meant?"
+            self.add_answer(name, "refused", reason, asked)
             return
         outcome = errors[0]
-        if all(one.is_refusal for one in errors):
-            self.add_answer(name, "refused", outcome.error)
-            return
         asked = f"every call with {name} raises, so it is never passed. Is that meant?"
         self.add_answer(name, "raises", outcome.error, asked)
 
@@ -447,26 +460,27 @@ class Interview:
     def _ask_feature(self, feature: str, question: str, **changes: Any) -> None:
         """Ask whether the function takes calls with a feature, and declare it unsupported if they raise."""
         outcome = self.prober.probe(self.recipe, self.case(**changes))
-        if outcome.unsupported:
-            return
+        self._answer_feature(question, outcome)
+        if outcome.error:
+            self.recipe = self.recipe.lack(feature, _shorten(outcome.error))
+
+    def _answer_feature(self, question: str, outcome: Outcome) -> None:
         if outcome.error:
             reason = _shorten(outcome.error)
-            self.recipe = self.recipe.lack(feature, reason)
             asked = "" if outcome.is_refusal else f"{question}: calls raise {reason}. Is that meant?"
             self.add_answer(question, "refused" if outcome.is_refusal else "raises", reason, asked)
-        elif not outcome.passes:
+        elif outcome.ratios and not outcome.passes:
             evidence = f"{outcome.ratio:.3g} bounds from the oracle"
-            self.add_answer(
-                question, NONE_OF_THESE, evidence, f"{question}: results are not those of attention. Is that meant?"
-            )
-        else:
+            asked = f"{question}: results are not those of attention. Is that meant?"
+            self.add_answer(question, NONE_OF_THESE, evidence, asked)
+        elif outcome.ratios:
             self.add_answer(question, "yes", f"{outcome.ratio:.2g} bounds from the oracle")
 
     # What comes back beside `out`.
 
     def ask_residuals(self) -> None:
         """Find the logsumexp and the largest logit among what the function returns, and their formulas."""
-        flags = [name for name in self.target.find_parameters("save_residuals") if not self.target.is_required(name)]
+        flags = self.target.find_parameters("save_residuals")
         for flag in (*flags, ""):
             fixed = {**self.recipe.fixed, **({flag: "True"} if flag else {})}
             raw = dataclasses.replace(self.recipe, fixed=fixed, out="result")
@@ -502,10 +516,20 @@ class Interview:
                 two = dataclasses.replace(expected["logsumexp"], value=expected["logsumexp"].value / math.log(2))
                 if compare(x, two).ratio <= 8:
                     residuals["logsumexp"], base_two = code, True
+        known = " ".join(residuals.values())
+        others = [
+            code for code, x in _list_residual_codes(result, self._size) if " + " not in code and code not in known
+        ]
+        if others and "logsumexp" not in residuals:
+            asked = f"{', '.join(others)} has the shape of a logsumexp, and is none that is known. Is that meant?"
+            self.add_answer(flag or "what it returns", NONE_OF_THESE, "", asked)
         if not residuals:
-            return False
+            return bool(others)
         name = flag or "what it returns"
         self.recipe = dataclasses.replace(self.recipe, residuals=residuals, flag=flag, out=found[0])
+        if flag:
+            fixed = {name: code for name, code in self.recipe.fixed.items() if name != flag}
+            self.recipe = dataclasses.replace(self.recipe, fixed=fixed, plain_out=self._find_plain_out(raw, flag))
         asked = ""
         if base_two:
             self.recipe = self.recipe.declare(logsumexp_base=2)
@@ -516,6 +540,17 @@ class Interview:
         if "logsumexp" in residuals and "sinks" in self.recipe.parameters:
             self._ask_declaration("logsumexp with sinks", "residuals", {"sinks": True}, logsumexp_sink=False)
         return True
+
+    def _find_plain_out(self, raw: Recipe, flag: str) -> str:
+        """Return the code that brings what a call without residuals returns to `out`."""
+        problem = draw_problem(self.case())
+        without = dataclasses.replace(raw, fixed={**raw.fixed, flag: "False"}, plain_out="result")
+        try:
+            result = jax.jit(load_adapter(without))(*(jnp.asarray(x) for x in (problem.q, problem.k, problem.v)))
+        except Exception:  # a check reports what the call raises
+            return self.recipe.plain_out
+        found = find_out(result, self._size, self.recipe.layout.axes)
+        return self.recipe.plain_out if found is None else found[0]
 
     def _ask_declaration(self, question: str, results: str, changes: dict[str, Any], **declared: Any) -> None:
         """Ask whether results are those of the contract, or those of a declaration."""
@@ -548,29 +583,51 @@ class Interview:
         heads, depth = self._size.heads, self._size.depth
         self._ask_feature("gqa", "fewer key heads", num_q_heads=2 * heads)
         self._ask_feature("mqa", "one key head", num_kv_heads=1)
-        self._ask_feature("v_head_dim", "values deeper than keys", v_head_dim=2 * depth)
-        if "v_head_dim" not in self.recipe.unsupported:
-            self._ask_feature("v_head_dim", "values less deep", v_head_dim=depth // 2)
+        self._ask_sides(
+            "v_head_dim",
+            ("values deeper than keys", {"v_head_dim": 2 * depth}, "v.shape[3] > q.shape[3]"),
+            ("values less deep than keys", {"v_head_dim": depth // 2}, "v.shape[3] < q.shape[3]"),
+        )
 
     def ask_lengths(self) -> None:
         """Ask which lengths the function takes."""
         q_length, kv_length = self._size.q_length, self._size.kv_length
-        if q_length == kv_length:
-            self._ask_feature("unequal_lengths", "fewer queries than keys", kv_length=2 * kv_length)
-        if "unequal_lengths" not in self.recipe.unsupported:
-            self._ask_feature(
-                "unequal_lengths",
-                "more queries than keys",
-                q_length=2 * max(q_length, kv_length),
-                kv_length=max(q_length, kv_length),
-            )
-        mask = (
-            _align(self.recipe, dataclasses.replace(self._size, q_length=1), "causal")
-            if self.recipe.is_causal
-            else "full"
+        longest = max(q_length, kv_length)
+        fewer = {"kv_length": 2 * q_length} if q_length == kv_length else {}
+        more = {"q_length": 2 * longest, "kv_length": longest}
+        self._ask_sides(
+            "unequal_lengths",
+            ("fewer queries than keys", fewer, "q.shape[1] < k.shape[1]"),
+            ("more queries than keys", more, "q.shape[1] > k.shape[1]"),
         )
+        single = dataclasses.replace(self._size, q_length=1)
+        mask = _align(self.recipe, single, "causal") if self.recipe.is_causal else "full"
         self._ask_feature("decode", "a single query", phase="decode", q_length=1, mask=mask)
         self._ask_multiples()
+
+    def _ask_sides(self, feature: str, *sides: tuple[str, dict[str, Any], str]) -> None:
+        """Ask about a feature that has two sides; if only one side raises, the adapter refuses it and no more.
+
+        Args:
+          feature: the feature that is declared unsupported if calls of both sides raise.
+          *sides: for each side its name, the changes of the plain case, and the code of a condition that it fulfils.
+        """
+        raised = {}
+        for question, changes, condition in sides:
+            outcome = self.prober.probe(self.recipe, self.case(**changes))
+            self._answer_feature(question, outcome)
+            if outcome.error:
+                raised[condition] = (question, _shorten(outcome.error))
+        if len(raised) == len(sides):
+            self.recipe = self.recipe.lack(feature, next(iter(raised.values()))[1])
+            return
+        for condition, (question, _) in raised.items():
+            self._refuse(condition, f"{question}: refused")
+
+    def _refuse(self, condition: str, message: str) -> None:
+        """Let the adapter refuse calls that fulfil a condition."""
+        lines = (f"if {condition}:", f'    raise NotImplementedError("{message}")')
+        self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *lines))
 
     def _ask_multiples(self) -> None:
         """Find lengths that the function refuses, by tracing it."""
@@ -596,17 +653,18 @@ class Interview:
             """Return whether it takes multiples of `b`, beyond 512 too."""
             return all(takes(n * b) is None for n in (3, 5, 512 // b + 1))
 
-        block = next((b for b in (8, 16, 32, 64, 128, 256, 512) if takes_multiples(b)), 0)
         small = 5 not in failed
+        usual = (self._size.q_length, self._size.kv_length)
+        blocks = [b for b in (2, 4, 8, 16, 32, 64, 128, 256, 512) if small or not any(n % b for n in usual)]
+        block = next((b for b in blocks if takes_multiples(b)), 0)
+        if not block:
+            asked = asked or f"lengths such as {length} raise {reason}. Is that meant?"
+            self.add_answer("lengths", f"not {length}", reason, asked)
+            return
         said = f"multiples of {block}" + (", or shorter" if small else "")
-        if block:
-            divisor = f"min({block}, n)" if small else str(block)
-            line = f"if any(n % {divisor} for n in (q.shape[1], k.shape[1])):"
-            refusal = (line, f'    raise NotImplementedError("lengths are {said}")')
-            self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *refusal))
-        elif isinstance(error, ValueError) and is_refusal(error, self.target.function):
-            self.recipe = self.recipe.declare(refuses="ValueError")
-        self.add_answer("lengths", said if block else f"not {length}", reason, asked)
+        divisor = f"min({block}, n)" if small else str(block)
+        self._refuse(f"any(n % {divisor} for n in (q.shape[1], k.shape[1]))", f"lengths are {said}")
+        self.add_answer("lengths", said, reason, asked)
 
     def _trace(self, size: Size, dtype: str = "", v_depth: int = 0) -> BaseException | None:
         """Trace a plain call of these sizes; returns the exception that it raises."""
@@ -635,9 +693,10 @@ class Interview:
             elif outcome.error:
                 asked = f"{dtype} raises {_shorten(outcome.error)}. Is that meant?"
                 self.add_answer(dtype, "raises", _shorten(outcome.error), asked)
-            elif dtype == "f32" and not outcome.passes:
+            elif dtype == "f32" and outcome.ratios and not outcome.passes:
                 evidence = f"{outcome.ratio:.3g} bounds from the oracle"
-                self.add_answer(dtype, "rounded to fewer bits", evidence, "f32 results have fewer bits. Is that meant?")
+                asked = "f32: results are not within the bounds of f32. Is that meant?"
+                self.add_answer(dtype, NONE_OF_THESE, evidence, asked)
 
     def ask_pairs(self) -> None:
         """Ask which two operands the function refuses together, by tracing it."""
@@ -669,9 +728,7 @@ class Interview:
         if outcome.error or outcome.unsupported:
             reason = _shorten(outcome.error or outcome.unsupported)
             self.recipe = self.recipe.declare(gradients=())
-            refused = outcome.is_refusal or outcome.unsupported
-            asked = "" if refused else f"differentiating raises {reason}. Is it meant to have no gradients?"
-            self.add_answer("gradients", "none", reason, asked)
+            self.add_answer("gradients", "none", reason, f"it has no gradients: {reason}. Is that meant?")
             return
         wrong = [name for name, ratio in outcome.ratios.items() if ratio > 4]
         said = f"{', '.join(wrong)} wrong" if wrong else "of q, k and v"
@@ -696,6 +753,8 @@ class Interview:
         for kind in ("zero", "mean"):
             recipe = self.recipe.declare(empty_rows=kind)
             outcome = self.prober.probe(recipe, self.case(**changes), "out")
+            if outcome.unsupported:
+                return
             if outcome.passes:
                 self.recipe = recipe
                 self.add_answer("empty rows", kind, f"{outcome.ratio:.2g} bounds from the oracle")
@@ -738,9 +797,11 @@ class Interview:
             cases.append({"mask": "causal"})
         if "window" in self.recipe.parameters and q_length < kv_length:
             cases.append({"mask": _align(self.recipe, self._size, "window-l3-r0")})
+        judged = 0
         for changes in cases:
             outcome = self.prober.probe(self.recipe, self.case(**changes), "poison")
-            if outcome.unsupported or outcome.passes or outcome.error:
+            judged += bool(outcome.ratios)
+            if outcome.passes or not outcome.ratios:
                 continue
             self.recipe = self.recipe.declare(behind_mask="finite")
             asked = "NaN in keys and values that no query may attend to reaches results. Must callers keep them finite?"
@@ -748,7 +809,7 @@ class Interview:
                 "hidden keys and values", "must be finite", f"NaN reached out under {changes['mask']}", asked
             )
             return
-        if cases:
+        if judged:
             self.add_answer("hidden keys and values", "may be NaN")
 
     def ask_arithmetic(self) -> None:
@@ -776,12 +837,14 @@ class Interview:
         passed = {*self.recipe.fixed, *self.target.bound, *self.target.operands, self.recipe.flag}
         passed |= {name for encoding in self.recipe.encodings.values() for name in encoding.arguments}
         left = [name for name in self.target.parameters if name not in passed and not is_tuning(name)]
-        operands = [
-            name for name in left if name in self.target.roles and name not in {a.question for a in self.answers}
-        ]
+        asked_about = {name for answer in self.answers if answer.open for name in answer.question.split("/")}
+        operands = [name for name in left if name in self.target.roles and name not in asked_about]
         if left:
             asked = f"{', '.join(operands)}: never passed. Is that meant?" if operands else ""
             self.add_answer("never passed", ", ".join(left), "", asked)
+        if self.target.has_options:
+            asked = "it takes **options, of which none was passed. Is that meant?"
+            self.add_answer("**options", "nothing in them was asked", "", asked)
 
 
 def _align(recipe: Recipe, size: Size, spec: str) -> str:
@@ -795,18 +858,21 @@ def _write_given(operand: str) -> str:
 
 
 def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
-    """Find `out [B, T, N, V]` in what a call returned, by the sizes of its axes.
+    """Find `out [B, T, N, V]` in what a call returned: the first array whose axes have its sizes (`iter_outs`)."""
+    return next(iter_outs(result, size, axes), None)
 
-    Returns:
-      The code that brings `result` to `out`, and its value; None if no array fits.
+
+def iter_outs(result: Any, size: Size, axes: str) -> Iterator[tuple[str, Any]]:
+    """Iterate over arrays in what a call returned that may be `out [B, T, N, V]`, by the sizes of their axes.
+
+    Yields:
+      The code that brings `result` to `out`, and its value.
     """
     for access, x in _iter_arrays(result):
         if (code := find_axes(x.shape, size, axes)) is not None:
             full = f"result{access}{code}"
-            return full, eval(
-                full, {"result": result, "q": np.empty((size.batch, size.q_length, size.heads, size.depth))}
-            )
-    return None
+            q = np.empty((size.batch, size.q_length, size.heads, size.depth))
+            yield full, eval(full, {"result": result, "q": q})
 
 
 def find_axes(shape: tuple[int, ...], size: Size, axes: str) -> str | None:
@@ -816,7 +882,7 @@ def find_axes(shape: tuple[int, ...], size: Size, axes: str) -> str | None:
         (b, t, n, d): "",
         (b, n, t, d): ".swapaxes(1, 2)",
         (t, b, n, d): ".swapaxes(0, 1)",
-        (b, t, n * d): ".reshape(q.shape)",
+        (b, t, n * d): ".reshape(*q.shape[:3], -1)",
         (b * n, t, d): ".reshape(q.shape[0], q.shape[2], q.shape[1], -1).swapaxes(1, 2)",
     }
     return candidates.get(tuple(shape))
@@ -878,5 +944,6 @@ def _describe_mapped(layout: Layout) -> str:
 
 
 def _shorten(text: str, most: int = 70) -> str:
-    text = text.split(" (")[0].split("\n")[0]
+    """Return the first line of a message without the place of the error."""
+    text = _PLACE.sub("", text.split("\n")[0])
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -132,7 +132,8 @@ def write_adapter(recipe: Recipe, questions: tuple[str, ...] = ()) -> str:
     if recipe.is_causal:
         options = options.replace("causal=False", "causal=True")
     signature = f"def attention(q, k, v{', *, ' if options else ''}{options}):"
-    return "\n".join([*lines, *([declared] if declared else []), signature, *(f"    {line}" for line in body), ""])
+    indented = (f"    {line}".rstrip() for line in body)
+    return "\n".join([*lines, *([declared] if declared else []), signature, *indented, ""])
 
 
 def _write_declarations(recipe: Recipe, questions: tuple[str, ...]) -> str:
@@ -212,9 +213,10 @@ def _write_call(target: Target, values: list[str], arguments: Mapping[str, str],
 def _write_mapped_call(recipe: Recipe, arguments: Mapping[str, str], batched: list[str]) -> list[str]:
     """Write a call that is mapped over batch rows, and over heads too for a function of one head."""
     layout = recipe.layout
-    values = [re.sub(r"\bx\b", name, layout.code) for name in "qkv"]
+    # The code of arguments reads shapes of the contract's layout, so the mapped operands have other names.
+    values = [re.sub(r"\bx\b", f"{name}_", layout.code) for name in "qkv"]
     inner = _write_call(recipe.target, values, arguments)
-    lines = [f"def call({', '.join(('q', 'k', 'v', *batched))}):"]
+    lines = [f"def call({', '.join(('q_', 'k_', 'v_', *batched))}):"]
     lines += [f"    return {inner[0]}", *(f"    {line}" for line in inner[1:]), ""]
     if layout.mapped == "BN":
         over = "jax.vmap(jax.vmap(call, in_axes=1, out_axes=1))(q, k, v)"

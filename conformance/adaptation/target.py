@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,10 @@ from conformance.adaptation.modules import CannotAdapt
 
 _QUERIES = ("q", "query", "queries", "inputs_q", "query_states", "xq", "q_proj", "Q")
 _KEYS = ("k", "key", "keys", "inputs_k", "key_states", "xk", "k_proj", "K")
-_TAKEN = ("attention", "jax", "jnp", "declare", "q", "k", "v", "mask", "shape")  # names that an adapter defines
+_TAKEN = (
+    *("attention", "call", "result", "out", "jax", "jnp", "declare", "q", "k", "v", "shape", "causal", "window"),
+    *("kv_lengths", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "alibi_slopes", "save_residuals"),
+)  # names that an adapter defines
 _VALUES = ("v", "value", "values", "inputs_v", "value_states", "xv", "v_proj", "V")
 
 
@@ -34,6 +38,7 @@ class Target:
       roles: the operand of the contract that each other parameter probably is.
       bound: values that the user gave to parameters, as code.
       folder: the folder of the function's file; empty for a module.
+      has_options: whether it takes `**options`.
     """
 
     function: Callable[..., Any]
@@ -45,6 +50,7 @@ class Target:
     roles: Mapping[str, str]
     bound: Mapping[str, str] = dataclasses.field(default_factory=dict)
     folder: str = ""
+    has_options: bool = False
 
     def find_parameters(self, operand: str) -> list[str]:
         """Return the parameters that probably are this operand, without those to which the user gave a value."""
@@ -97,6 +103,8 @@ def load_target(name: str, bound: Mapping[str, str] | None = None) -> Target:
     alias = f"library_{first}" if first in _TAKEN else first
     folder = str(Path(source).resolve().parent) if source.endswith(".py") else ""
     source = Path(source).stem if folder else source
+    if folder and (not source.isidentifier() or source in sys.stdlib_module_names):
+        raise CannotAdapt(f"{source}.py cannot be imported by this name: rename it")
     imports: tuple[str, ...] = (f"from {source} import {first}" + ("" if alias == first else f" as {alias}"),)
     expression = f"{alias}.{rest}" if rest else alias
     if modules.is_module(function):
@@ -123,7 +131,9 @@ def build_target(
     operands = _find_operands(parameters, name)
     others = {one for one in parameters if one not in operands}
     roles = {one: role for one in parameters if one in others and (role := find_operand(one))}
-    return Target(function, name, imports, expression, parameters, operands, roles, dict(bound or {}))
+    has_options = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    target = Target(function, name, imports, expression, parameters, operands, roles, dict(bound or {}))
+    return dataclasses.replace(target, has_options=has_options)
 
 
 def _find_operands(parameters: Mapping[str, inspect.Parameter], name: str) -> tuple[str, str, str]:

@@ -25,6 +25,8 @@ def adapt_function(arguments: argparse.Namespace) -> int:
     path = None if arguments.write is None else Path(arguments.write)
     if path is not None and path.exists():
         raise CannotJudge(f"{path} exists already: delete it, or name another file")
+    if path is not None and not path.parent.is_dir():
+        raise CannotJudge(f"--write={path}: there is no folder {path.parent}")
     if path is not None and path.suffix != ".py":
         raise CannotJudge(f"--write={path}: the adapter is Python code, so the name must end in .py")
     console.print(f"{'question':{_QUESTION}}  {'answer':{_ANSWER}}  evidence", style="bold")
@@ -82,6 +84,9 @@ def write_adapter_for(name: str) -> str:
         raise CannotJudge(f"--adapt: {name} needs no adapter; name a function as module:function or file.py:function")
     path = Path(f"{name.rpartition(':')[2].rpartition('.')[2].lower()}_adapter.py")
     if path.exists():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        if f"`{name}`" not in first:
+            raise CannotJudge(f"--adapt: {path} exists already, and is no adapter of {name}: move it away")
         print(f"{path} exists already, and is judged as it is; delete it to probe again", file=sys.stderr)
         return f"{path}:attention"
     command = [sys.executable, "-m", "conformance", "adapt", f"--impl={name}", f"--write={path}"]
