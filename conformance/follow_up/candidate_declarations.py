@@ -158,6 +158,8 @@ def _iter_arithmetic(
             continue
         if fields.keys() == {"residuals"} and not results <= _RESIDUALS:
             continue
+        if "products" in fields:
+            continue  # bounds of f32 become thousands of times larger, so nearly every error would pass
         if fields.keys() == {"block_sums"} and results & _RESIDUALS:
             continue
         yield fields

@@ -236,7 +236,7 @@ def _describe_confirmed(findings: Sequence[Finding]) -> str:
     """Describe how many findings the cases confirm, among those that name what a case needs to fail."""
     named = [finding for finding in findings if finding.levels]
     confirmed = sum(finding.is_confirmed for finding in named)
-    return f"which confirm {confirmed or 'none'} of {format_count(len(named), 'finding')}"
+    return f"confirming {confirmed or 'none'} of {format_count(len(named), 'finding')}"
 
 
 def _is_worth_probing(finding: Finding) -> bool:

@@ -134,9 +134,9 @@ def test_declarations_of_the_call_replace_those_of_the_function_and_leave_it_as_
 def test_the_verdict_and_the_page_name_what_is_declared(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     report = conformance.check(scaled(1.0), causal="end", empty_rows="zero", report=page, **FORWARD)
-    declared = ': empty_rows="zero", causal="end".'
-    assert report.session.summary.headline.endswith(declared)
-    assert declared in html.unescape(page.read_text(encoding="utf-8"))
+    declared = 'empty_rows="zero", causal="end"'
+    assert report.session.summary.headline.endswith(f": {declared}.")
+    assert f"declares {declared}" in html.unescape(page.read_text(encoding="utf-8"))
 
 
 def test_assert_conforms_raises_the_findings() -> None:

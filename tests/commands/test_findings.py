@@ -69,7 +69,7 @@ def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pyte
         assert "confirmed: this case fails, and the same without sinksedge passes" in text
         assert SINKS in text
     assert f"--case={SINKS} --check=forward --in-process --shrink" in told.out
-    assert re.search(r"\d+ further cases judged in \d+ s, which confirm 1 of 1 finding", told.err)
+    assert re.search(r"\d+ further cases? judged in \d+ s, confirming 1 of 1 finding", told.err)
     assert [line["record"]["case"] for line in probes("confirmed.jsonl")] == [SINKS]
 
     assert run("--impl=kernel.py:wrong", *WHAT, "--json=plain.jsonl", "--confirm-seconds=0") == 1

@@ -75,7 +75,7 @@ def test_a_parameter_that_is_probably_an_operand_makes_the_run_fail(
     (recorded,) = read_runs(Path("r.jsonl"))
     assert recorded.run is not None
     assert recorded.run.kernels["kernel.py:flash"].unasked == ("window_size", "softcap")
-    assert "never called: `window_size` (is it `window`?)" in Path("r.html").read_text()
+    assert "Never called:</b> <code>window_size</code> (is it <code>window</code>?)" in Path("r.html").read_text()
     assert "block_q" not in out + err
     assert run_cli("report", "r.jsonl", "--gate") == 1
     assert re.search(SENTENCE, read(capsys)[0])
@@ -119,7 +119,7 @@ def test_the_gate_has_a_failure_of_the_run_as_a_whole(repository: Repository) ->
     result.stdout.fnmatch_lines([f"kernel.py:flash has parameters to which nothing is passed: {NAMED}*adapt*ignores=*"])
     fine = run_gate(repository, *few, name="seeded")
     assert fine.ret == 0
-    fine.stdout.fnmatch_lines(["kernel.py:seeded has parameters to which nothing is passed: `seed`. Give*"])
+    fine.stdout.fnmatch_lines(["kernel.py:seeded has parameters to which nothing is passed: `seed`. *adapt*"])
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one_process", "workers"])
