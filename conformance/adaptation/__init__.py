@@ -2,5 +2,5 @@
 
 `target` loads the function and reads its signature, `encodings` lists how libraries pass each operand, `recipe` writes
 an adapter as Python code, `probing` calls adapters and compares them with the oracle, and `questions` asks one question
-after another.
+after another. `adapting` is the public call.
 """

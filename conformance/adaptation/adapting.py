@@ -18,7 +18,7 @@ from conformance.execution.implementation_registry import ImplementationNotFound
 from impls.contract.declarations import Declaration, declare, get_declaration
 
 SECONDS = 120.0
-"""How long questions are asked, unless the caller says otherwise."""
+"""The seconds for which questions are asked, unless the caller says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Adapted:
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """What has to be answered before the declarations count as meant."""
+        """The questions that have to be answered with yes before the declarations count as meant."""
         return list_open_questions(self.evidence)
 
     def __str__(self) -> str:

@@ -365,7 +365,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "sinks": ("None", "jnp.full(shape[1], -jnp.inf)"),
     "save_residuals": ("False",),
 }
-"""What turns off an operand whose parameter has no default, as code; tried in this order."""
+"""The values, as code, that turn off an operand whose parameter has no default; they are tried in this order."""
 
 _REQUIRED_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("head_dim", "d_k", "depth", "head_size", "dim_head"), ("q.shape[-1]",)),

@@ -34,7 +34,7 @@ APART = 100.0
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call of an adapter on a case gave.
+    """The outcome of calling an adapter on a case.
 
     Attributes:
       ratios: the largest distance from the oracle of each result, in bounds; infinite for a wrong shape or NaN.

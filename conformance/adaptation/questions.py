@@ -24,6 +24,8 @@ from conformance.adaptation.modules import CannotAdapt
 from conformance.adaptation.probing import APART, Outcome, Prober, is_refusal
 from conformance.adaptation.program_arithmetic import read_arithmetic
 from conformance.adaptation.recipe import LAYOUTS, Layout, Recipe, load_adapter
+from conformance.adaptation.returned_arrays import describe_result, find_out, iter_outs, iter_residuals
+from conformance.adaptation.sizes import SIZES, Size
 from conformance.adaptation.target import Target
 from conformance.execution import kernel_errors
 from conformance.truth.comparison import compare
@@ -57,45 +59,6 @@ class Answer:
     answer: str
     evidence: str = ""
     open: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Sizes of the cases that are asked about."""
-
-    batch: int
-    heads: int
-    q_length: int
-    kv_length: int
-    depth: int
-
-    def describe(self) -> str:
-        """Describe the lengths and the depth."""
-        return f"{self.q_length} queries, {self.kv_length} keys and a depth of {self.depth}"
-
-    def build_case(self, **changes: Any) -> Case:
-        """Build a case of these sizes with as many key heads as query heads, in f32."""
-        sizes: dict[str, Any] = {
-            "batch": self.batch,
-            "num_q_heads": self.heads,
-            "num_kv_heads": self.heads,
-            "q_length": self.q_length,
-            "kv_length": self.kv_length,
-            "head_dim": self.depth,
-            "v_head_dim": self.depth,
-        }
-        return Case(**{**sizes, **changes})
-
-
-SIZES = (
-    Size(2, 3, 12, 20, 16),
-    Size(2, 3, 12, 12, 16),
-    Size(2, 3, 64, 128, 64),
-    Size(2, 3, 128, 128, 64),
-    Size(2, 4, 128, 256, 128),
-    Size(2, 4, 256, 256, 128),
-)
-"""Sizes to try. In the first all differ; kernels may demand equal lengths, or multiples of 8, 64 or 128."""
 
 
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -507,7 +470,7 @@ class Interview:
         expected = compute_expectation(problem, Arithmetic()).forward
         residuals: dict[str, str] = {}
         base_two = False
-        for code, x in _list_residual_codes(result, self._size):
+        for code, x in iter_residuals(result, self._size):
             for name in ("logsumexp", "max_logits"):
                 bounded = expected[name]
                 if name not in residuals and compare(x, bounded).ratio <= 4:
@@ -517,9 +480,7 @@ class Interview:
                 if compare(x, two).ratio <= 8:
                     residuals["logsumexp"], base_two = code, True
         known = " ".join(residuals.values())
-        others = [
-            code for code, x in _list_residual_codes(result, self._size) if " + " not in code and code not in known
-        ]
+        others = [code for code, x in iter_residuals(result, self._size) if " + " not in code and code not in known]
         if others and "logsumexp" not in residuals:
             asked = f"{', '.join(others)} has the shape of a logsumexp, and is none that is known. Is that meant?"
             self.add_answer(flag or "what it returns", NONE_OF_THESE, "", asked)
@@ -855,87 +816,6 @@ def _align(recipe: Recipe, size: Size, spec: str) -> str:
 
 def _write_given(operand: str) -> str:
     return operand if operand == "causal" else f"{operand} is not None"
-
-
-def find_out(result: Any, size: Size, axes: str) -> tuple[str, Any] | None:
-    """Find `out [B, T, N, V]` in what a call returned: the first array whose axes have its sizes (`iter_outs`)."""
-    return next(iter_outs(result, size, axes), None)
-
-
-def iter_outs(result: Any, size: Size, axes: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over arrays in what a call returned that may be `out [B, T, N, V]`, by the sizes of their axes.
-
-    Yields:
-      The code that brings `result` to `out`, and its value.
-    """
-    for access, x in _iter_arrays(result):
-        if (code := find_axes(x.shape, size, axes)) is not None:
-            full = f"result{access}{code}"
-            q = np.empty((size.batch, size.q_length, size.heads, size.depth))
-            yield full, eval(full, {"result": result, "q": q})
-
-
-def find_axes(shape: tuple[int, ...], size: Size, axes: str) -> str | None:
-    """Return the code that brings an array of this shape to `[B, T, N, V]`; None if its sizes do not fit."""
-    b, t, n, d = size.batch, size.q_length, size.heads, size.depth
-    candidates = {
-        (b, t, n, d): "",
-        (b, n, t, d): ".swapaxes(1, 2)",
-        (t, b, n, d): ".swapaxes(0, 1)",
-        (b, t, n * d): ".reshape(*q.shape[:3], -1)",
-        (b * n, t, d): ".reshape(q.shape[0], q.shape[2], q.shape[1], -1).swapaxes(1, 2)",
-    }
-    return candidates.get(tuple(shape))
-
-
-def _iter_arrays(result: Any, access: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over the arrays in what a call returned, each with the code that reads it."""
-    if hasattr(result, "shape") and hasattr(result, "dtype"):
-        yield access, result
-    elif isinstance(result, Mapping):
-        for key, value in result.items():
-            yield from _iter_arrays(value, f"{access}[{key!r}]")
-    elif hasattr(result, "_fields"):
-        for key in result._fields:
-            yield from _iter_arrays(getattr(result, key), f"{access}.{key}")
-    elif isinstance(result, tuple | list):
-        for n, value in enumerate(result):
-            yield from _iter_arrays(value, f"{access}[{n}]")
-
-
-def _list_residual_codes(result: Any, size: Size) -> Iterator[tuple[str, np.ndarray]]:
-    """Iterate over arrays `[B, N, T]` in what a call returned, with the code that brings them into this order."""
-    b, t, n = size.batch, size.q_length, size.heads
-    forms = {
-        (b, n, t): "",
-        (b, t, n): ".swapaxes(1, 2)",
-        (t, b, n): ".transpose(1, 2, 0)",
-        (b, n, t, 1): "[..., 0]",
-        (b, t, n, 1): "[..., 0].swapaxes(1, 2)",
-        (b * n, t): ".reshape(q.shape[0], q.shape[2], -1)",
-        (b * n, t, 1): ".reshape(q.shape[0], q.shape[2], -1)",
-    }
-    found = []
-    for access, x in _iter_arrays(result):
-        shape = tuple(x.shape)
-        code = forms.get(shape)
-        if code is None and len(shape) == 4 and shape[:3] == (b, n, t) and shape[3] != size.kv_length:
-            code = "[..., 0]"
-        if code is not None:
-            full = f"result{access}{code}"
-            q = np.empty((b, t, n, size.depth))
-            found.append((full, np.asarray(eval(full, {"result": result, "q": q})).astype(np.float64)))
-    found = [(code, x.astype(np.float32)) for code, x in found]
-    yield from found
-    for (one, x), (other, y) in itertools.permutations(found, 2):
-        with np.errstate(all="ignore"):
-            yield f"{one} + jnp.log({other})", (x + np.log(y)).astype(np.float32)
-
-
-def describe_result(result: Any) -> str:
-    """Describe what a call returned by the shapes of its arrays."""
-    found = [f"{x.dtype}{list(x.shape)}" for _, x in _iter_arrays(result)]
-    return ", ".join(found) or f"a {type(result).__name__}"
 
 
 def _describe_mapped(layout: Layout) -> str:

@@ -54,7 +54,7 @@ LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is known about a function: how its adapter calls it, and what it declares.
+    """The knowledge about a function: how its adapter calls it, and what it declares.
 
     Attributes:
       target: the function.
