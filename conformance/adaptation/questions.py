@@ -627,15 +627,13 @@ class Interview:
         self._refuse(f"any(n % {divisor} for n in (q.shape[1], k.shape[1]))", f"lengths are {said}")
         self.add_answer("lengths", said, reason, asked)
 
-    def _trace(self, size: Size, dtype: str = "", v_depth: int = 0) -> BaseException | None:
+    def _trace(self, size: Size) -> BaseException | None:
         """Trace a plain call of these sizes; returns the exception that it raises."""
-        kind = DTYPES[dtype or self._dtype]
-        shapes = [
-            (size.batch, size.q_length, size.heads, size.depth),
-            (size.batch, size.kv_length, size.heads, size.depth),
+        lengths = (size.q_length, size.kv_length, size.kv_length)
+        operands = [
+            jax.ShapeDtypeStruct((size.batch, length, size.heads, size.depth), DTYPES[self._dtype])
+            for length in lengths
         ]
-        shapes.append((*shapes[1][:3], v_depth or size.depth))
-        operands = [jax.ShapeDtypeStruct(shape, kind) for shape in shapes]
         try:
             jax.eval_shape(load_adapter(self.recipe), *operands)
         except Exception as error:
@@ -670,9 +668,8 @@ class Interview:
             if error is None or not is_refusal(error, self.target.function):
                 continue
             reason = _shorten(kernel_errors.describe_kernel_error(error))
-            line = f"if {_write_given(one)} and {_write_given(other)}:"
-            refusal = (line, f'    raise NotImplementedError("{one} and {other} are not taken together")')
-            self.recipe = dataclasses.replace(self.recipe, refusals=(*self.recipe.refusals, *refusal))
+            condition = f"{_write_given(one)} and {_write_given(other)}"
+            self._refuse(condition, f"{one} and {other} are not taken together")
             self.add_answer(f"{one} and {other}", "refused together", reason)
 
     def ask_cap_order(self) -> None:
@@ -746,9 +743,7 @@ class Interview:
         q_length, kv_length = self._size.q_length, self._size.kv_length
         half = kv_length // 2
         cases = []
-        if "kv_lengths" in self.recipe.parameters:
-            cases.append({"mask": f"lengths-{half}-{half}"})
-        if "mask" in self.recipe.parameters:
+        if {"kv_lengths", "mask"} & set(self.recipe.parameters):
             cases.append({"mask": f"lengths-{half}-{half}"})
         if (
             "causal" in self.recipe.parameters
