@@ -629,11 +629,8 @@ class Interview:
 
     def _trace(self, size: Size) -> BaseException | None:
         """Trace a plain call of these sizes; returns the exception that it raises."""
-        lengths = (size.q_length, size.kv_length, size.kv_length)
-        operands = [
-            jax.ShapeDtypeStruct((size.batch, length, size.heads, size.depth), DTYPES[self._dtype])
-            for length in lengths
-        ]
+        shapes = [(size.batch, n, size.heads, size.depth) for n in (size.q_length, size.kv_length, size.kv_length)]
+        operands = [jax.ShapeDtypeStruct(shape, DTYPES[self._dtype]) for shape in shapes]
         try:
             jax.eval_shape(load_adapter(self.recipe), *operands)
         except Exception as error:
