@@ -104,6 +104,11 @@ def draw_problem(case: Case) -> Problem:
         problem = _draw_required(case, attempt)
         if problem.decided.all():
             break
+    return _draw_optional(case, problem)
+
+
+def _draw_optional(case: Case, problem: Problem) -> Problem:
+    """Draw the optional operands that the case has and the problem lacks."""
     spread = _compute_logit_spread(case)
     for operand in OPTIONAL:
         value = getattr(case, operand.field)
@@ -148,7 +153,7 @@ def _draw_storage(case: Case) -> Storage | None:
 
 
 def build_hollow_problem(case: Case) -> Problem:
-    """Build the problem of a case with stored operands, but draw no values: they are zeros that take no memory."""
+    """Build the problem of a case without drawing queries, keys and values: they are zeros that take no memory."""
 
     def make_zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)
@@ -157,18 +162,16 @@ def build_hollow_problem(case: Case) -> Problem:
     held = DTYPES[case.dtype] if case.kv_cache is None else quantization.get_stored_dtype(case.kv_cache)
     whole = case.kv_cache in quantization.WHOLE_CACHES
     scales = np.ones((), np.float32) if whole else make_zeros(*tokens, dtype=np.float32)
-    return Problem(
+    problem = Problem(
         q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
         k=make_zeros(*tokens, case.head_dim, dtype=held),
         v=make_zeros(*tokens, case.v_head_dim, dtype=held),
         kv_scales=None if case.kv_cache is None else (scales, scales),
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
-        soft_cap=case.soft_cap,
-        sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,
-        scale=case.scale,
         storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
+    return _draw_optional(case, problem)
 
 
 def draw_raw_projections(case: Case, attempt: int = 0) -> front_ends.Raw:

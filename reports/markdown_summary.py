@@ -26,6 +26,7 @@ def format_markdown(summary: Summary) -> str:
         blocks += [_format_verdicts(summary), _format_counts(summary)]
     blocks += [f"- {escape_inline(note)}" for note in summary.run.notes[:MAX_NOTES]]
     blocks += [f"{escape_inline(r.implementation.label)}: {escape_inline(r.text)}." for r in summary.undecided_rows]
+    blocks += [f"{escape_inline(u.implementation.label)}: {escape_inline(u.heading)}." for u in summary.unreached]
     blocks += [f"{escape_inline(d.implementation.label)}: {escape_inline(d.text)}." for d in summary.flag_differences]
     return "\n\n".join(blocks) + "\n"
 

@@ -43,6 +43,7 @@ from reports.records.measurement import Measurement
 from reports.section_summaries import SectionSummary
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import format_count
+from reports.unreached_branches import UnreachedBranches, find_unreached
 
 SHOWN_PER_GROUP = 5
 """The most records of each group of a finding that the page shows if its script does not run."""
@@ -120,6 +121,7 @@ class Summary:
       proposals: for implementations with findings that pass under declarations, one decorator that covers them.
       undecided_rows: rows of results that were not judged, by implementation.
       flag_differences: judgements that depend on the compiler's flags, by implementation.
+      unreached: branches of the kernels' source that no case reaches, by implementation.
     """
 
     run: RunInfo
@@ -134,6 +136,7 @@ class Summary:
     proposals: tuple[ProposalText, ...]
     undecided_rows: tuple[UndecidedRows, ...]
     flag_differences: tuple[FlagDifference, ...]
+    unreached: tuple[UnreachedBranches, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +290,7 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         proposals=describe_proposals(findings, run),
         undecided_rows=_find_undecided_rows(groups),
         flag_differences=_find_flag_differences(groups),
+        unreached=find_unreached(groups.by_implementation),
     )
 
 

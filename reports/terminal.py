@@ -33,6 +33,7 @@ from reports.text_format import (
     format_worst,
     shorten_text,
 )
+from reports.unreached_branches import BRANCHES
 
 MAX_FINDINGS = 10
 MAX_LINES = 8
@@ -128,6 +129,12 @@ def _print_remarks(summary: Summary, console: Console) -> None:
     for difference in summary.flag_differences:
         text = f"{difference.implementation.label}: {difference.text}"
         console.print(Text(text, style="yellow"), soft_wrap=True)
+    for found in summary.unreached:
+        console.print(Text(f"{found.implementation.label}: {found.heading}", style="yellow"), soft_wrap=True)
+        for place, words in found.branches[:MAX_LINES]:
+            console.print(Text(f"  {place} {words}"), soft_wrap=True)
+        if (more := len(found.branches) - MAX_LINES) > 0:
+            console.print(Text(f"  and {more:,} more, in the records of the check {BRANCHES}", style="dim"))
     for rows in summary.undecided_rows:
         console.print(Text(f"{rows.implementation.label}: {rows.text}", style="yellow"), soft_wrap=True)
     if summary.run.interrupted:

@@ -59,6 +59,11 @@ class Report:
         """Return whether there is a verdict: not if nothing was judged, or the run was stopped before its end."""
         return self.verdict != conformity.NOT_JUDGED
 
+    @property
+    def unreached_branches(self) -> tuple[tuple[str, str], ...]:
+        """Return the branches of the kernel's source that no case reaches: the place, and the condition in words."""
+        return tuple(branch for found in self.session.summary.unreached for branch in found.branches)
+
     def __bool__(self) -> bool:
         return self.conforms
 

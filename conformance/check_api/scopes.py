@@ -192,6 +192,13 @@ BASE = _build_scope(
     lambda grids: tuple(case for grid in (grids.grid, *grids.operand_grids) for case in grid.singles[:1]),
     accepts_any_case=_accept_any,
 )
+SEARCHED = _build_scope(
+    "searched",
+    "the plainest supported case, from which cases that reach other branches of the source are searched",
+    lambda grids: grids.grid.singles[:1],
+    accepts_any_case=_accept_any,
+    seeded=False,
+)
 DECODED = _build_scope(
     "decoded",
     "a sequence under each mask that can be decoded token by token, if all its pieces are supported",
@@ -243,5 +250,5 @@ FEATURE = _build_scope(
     short=True,
 )
 
-SCOPES = (GRID, FIRST, COMBINED, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
+SCOPES = (GRID, FIRST, SEARCHED, COMBINED, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

@@ -13,6 +13,7 @@ from cases import quantization
 from cases.case import Case
 from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from conformance.check_api.branch_search_request import NO_SEARCH, BranchSearch
 from conformance.check_api.judgement import Judgement, judge_comparison
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Pullback, Subchecks, list_partial_cotangents, list_pullbacks
 from conformance.execution import returned_values
@@ -55,6 +56,8 @@ class Subject:
       tolerances: the table of limits.
       selection: the costly subchecks that run on this case (`check_api.subchecks`).
       needs_gradients: whether checks of this run will call `gradients`. Then one program computes them with `forward`.
+      branch_search: what the check `branches` begins with.
+      further_cases: cases that a check adds to those that are judged.
     """
 
     executor: Executor
@@ -62,6 +65,8 @@ class Subject:
     tolerances: Tolerances
     selection: Subchecks = ALL_SUBCHECKS
     needs_gradients: bool = False
+    branch_search: BranchSearch = NO_SEARCH
+    further_cases: list[Case] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def implementation(self) -> Implementation:

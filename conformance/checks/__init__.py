@@ -25,6 +25,7 @@ from conformance.check_api.scopes import (
     FRONT,
     GRID,
     INTERPRETED,
+    SEARCHED,
     Scope,
 )
 from conformance.extensions import load_attribute
@@ -72,6 +73,7 @@ CHECKS: tuple[Check, ...] = (
     Check("linearity", GRID),
     Check("parts", GRID),
     Check("first_calls", FIRST),
+    Check("branches", SEARCHED, compares=False),
     Check("refusals", DECLINED),
     Check("arguments", FEATURE),
     Check("forms", FEATURE),

@@ -111,23 +111,37 @@ def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]
     """
     decisive: list[Any] = []
     others: list[Any] = []
+    for x in _iter_kernel_objects(call):
+        if (number := _parse_number(x)) is not None:
+            decisive.append(number)
+        elif isinstance(x, types.CodeType):
+            decisive += _find_constants(x, deciding=True)
+            others += _find_constants(x, deciding=False)
+    return decisive, others
+
+
+def iter_kernel_functions(call: Callable[..., Any]) -> Iterator[types.FunctionType]:
+    """Iterate over the functions that a kernel's call leads to, apart from those of libraries, the nearest first."""
+    return (x for x in _iter_kernel_objects(call) if isinstance(x, types.FunctionType) and not _is_foreign(x))
+
+
+def _iter_kernel_objects(call: Callable[..., Any]) -> Iterator[Any]:
+    """Iterate over numbers, code and other objects that a kernel's call leads to, the nearest first."""
     waiting: list[Any] = [call]
     met: dict[int, Any] = {}  # visited objects by `id`; they are kept alive so that ids stay unique
     while waiting and len(met) < _MAX_OBJECTS:
         x = waiting.pop(0)
-        if (number := _parse_number(x)) is not None:
-            decisive.append(number)
+        if _parse_number(x) is not None:
+            yield x
             continue
         if id(x) in met or x is None or isinstance(x, (str, bytes, bool, types.ModuleType)):
             continue
         met[id(x)] = x
+        yield x
         if isinstance(x, types.CodeType):
-            decisive += _find_constants(x, deciding=True)
-            others += _find_constants(x, deciding=False)
             waiting += [const for const in x.co_consts if isinstance(const, types.CodeType)]
         else:
             waiting += _list_referenced(x)
-    return decisive, others
 
 
 def _parse_number(x: Any) -> Any:

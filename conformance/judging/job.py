@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case
+from conformance.check_api.branch_search_request import NO_SEARCH, BranchSearch
 from conformance.check_api.scopes import GRID
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import Check
@@ -15,13 +16,14 @@ from impls.contract.implementation import Implementation
 class Job:
     """One implementation, one case, and the checks to run on it, which share compiled functions and oracle results.
 
-    `selection` names the costly subchecks that run on this case.
+    `selection` names the costly subchecks that run on this case. `branch_search` is for the check `branches` alone.
     """
 
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
     selection: Subchecks = ALL_SUBCHECKS
+    branch_search: BranchSearch = NO_SEARCH
 
     @property
     def is_on_grid(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from cases.case_id import parse_case_id
+from conformance.check_api.branch_search_request import BranchSearch
 from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution import source_digests
@@ -53,6 +54,7 @@ class _JobSpec:
     case: str
     checks: tuple[str, ...]
     selection: Subchecks
+    branch_search: BranchSearch
     exploring: bool = False
 
 
@@ -113,7 +115,7 @@ def _split(specs: tuple[_JobSpec, ...]) -> Iterable[tuple[_JobSpec, ...]]:
 def _serialize_job(job: Job, kernels: KernelOptions, *, exploring: bool) -> _JobSpec:
     """Replace the parts of a job by the names from which a worker finds them."""
     checks = tuple(check.name for check in job.checks)
-    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.selection, exploring)
+    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.selection, job.branch_search, exploring)
 
 
 def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
@@ -171,7 +173,7 @@ def _judge(folder: Path, specs: Sequence[_JobSpec]) -> list[list[Record]]:
     for spec in specs:
         checks = tuple(CHECKS_BY_NAME[name] for name in spec.checks)
         implementation = _find_implementation(spec.implementation, spec.kernels)
-        job = Job(implementation, parse_case_id(spec.case), checks, spec.selection)
+        job = Job(implementation, parse_case_id(spec.case), checks, spec.selection, spec.branch_search)
         with disk_cache.disable_cache() if spec.exploring else contextlib.nullcontext():
             results.append(_create_runner(folder, spec.kernels, spec.exploring).judge(job))
     return results

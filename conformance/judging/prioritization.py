@@ -30,6 +30,7 @@ SMOKE_PROGRAMS = 36
 """Number of compiled programs of the grid that `smoke` judges; docs/cases.md says how long each level takes."""
 SMOKE_CHECKS = (
     "first_calls",
+    "branches",
     "errors",
     "refusals",
     "limits",

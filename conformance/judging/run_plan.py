@@ -10,7 +10,8 @@ from typing import Any
 from cases.case import Case
 from cases.case_id import matches_query
 from cases.regressions import REGRESSIONS
-from conformance.check_api.scopes import FRONT, GRID, SCOPES, ImplementationGrids
+from conformance.check_api.branch_search_request import BranchSearch
+from conformance.check_api.scopes import FRONT, GRID, SCOPES, SEARCHED, ImplementationGrids
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Subchecks
 from conformance.checks import CHECKS, Check
 from conformance.judging import prioritization
@@ -68,6 +69,7 @@ def plan_run(
     seeds: Sequence[int] = (0,),
     query: str | None = None,
     checks: Iterable[Check] = CHECKS,
+    packages: Sequence[str] = (),
 ) -> Plan:
     """Plan the jobs that judge `implementations` at `level`.
 
@@ -77,6 +79,7 @@ def plan_run(
       seeds: base seeds. The grid is judged once for each.
       query: judge only cases that this query matches; None for all.
       checks: run only these checks.
+      packages: packages whose branches are searched besides those of the kernel's folder.
     """
     chosen = tuple(checks)
     jobs: list[Job] = []
@@ -92,11 +95,22 @@ def plan_run(
         its_jobs = (
             prioritization.select_smoke_jobs(its_jobs) if level == "smoke" else prioritization.order_jobs(its_jobs)
         )
+        its_jobs = _add_branch_search(its_jobs, grids[0], packages)
         coverage.append(_measure_coverage(grids[0], level, its_jobs))
         arrays[implementation.name] = _build_arrays(grids)
         whole[implementation.name] = len(its_jobs)
         jobs += [job for job in its_jobs if query is None or matches_query(query, job.case.id)]
     return Plan(tuple(jobs), tuple(coverage), arrays, whole)
+
+
+def _add_branch_search(jobs: Sequence[Job], grids: ImplementationGrids, packages: Sequence[str]) -> list[Job]:
+    """Give the job that searches branches the cases of the grid that are judged; all of the level if none are."""
+    cases = [job.case for job in jobs if job.is_on_grid] or [case for grid in grids.all_grids for case in grid.cases]
+    search = BranchSearch(tuple(dict.fromkeys(case.id for case in cases)), tuple(packages))
+    return [
+        dataclasses.replace(job, branch_search=search) if any(check.scope is SEARCHED for check in job.checks) else job
+        for job in jobs
+    ]
 
 
 def select_shard(planned: Sequence[Job], shard: int, shards: int) -> tuple[Job, ...]:

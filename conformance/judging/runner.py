@@ -18,6 +18,7 @@ import numpy as np
 
 from conformance import interrupts
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, format_distinct
+from conformance.check_api.scopes import GRID
 from conformance.check_api.subchecks import ALL_SUBCHECKS, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
@@ -42,6 +43,7 @@ ABANDONED_CASE = "no further check of this case was run"
 _CLEAR_EVERY = 60
 # Checks that can judge an accelerator's kernel on a machine without the accelerator, by compiling or interpreting it.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
+_GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
 # Checks that differentiate one of the two calls (with or without residuals), the one that `Subchecks` names.
 _ONE_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 # Import the functions of the checks now: before code of a kernel runs, and in the server that forks processes.
@@ -101,7 +103,9 @@ class Runner:
         """Judge one job and yield its records as they come."""
         executor = self._get_executor(job.implementation)
         needs_gradients = any(check.name == "gradients" for check in job.checks)
-        subject = Subject(executor, job.case, self._settings.tolerances, job.selection, needs_gradients)
+        subject = Subject(
+            executor, job.case, self._settings.tolerances, job.selection, needs_gradients, job.branch_search
+        )
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
@@ -126,6 +130,8 @@ class Runner:
             if later_files := executor.pop_later_files():
                 record = msgspec.structs.replace(record, files=later_files)
             yield self._finish_record(record)
+        for case in subject.further_cases:
+            yield from self.stream(Job(job.implementation, case, _GRID_CHECKS))
 
     def _get_executor(self, implementation: Implementation) -> Executor:
         """Return the executor of an implementation. Copies with other declarations share its compiled functions."""
@@ -136,6 +142,7 @@ class Runner:
         return executor if implementation is first else executor.with_declarations(implementation)
 
     def _finish_record(self, record: Record) -> Record:
+        record = self._settings.fail_unreached_branch(record)
         settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
             settled = msgspec.structs.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})

@@ -26,9 +26,18 @@ from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
 from reports import records
 from reports.records import Record
+from reports.unreached_branches import BRANCHES
 
 TABLE = "attention_conformance"
-_TABLE_KEYS = ("implementations", "groups", "tolerances", "expected_failures", "expected_failure_files")
+_TABLE_KEYS = (
+    "implementations",
+    "groups",
+    "tolerances",
+    "expected_failures",
+    "expected_failure_files",
+    "unreached_branches",
+)
+_UNREACHED = ("show", "fail")
 _FILE_KEYS = ("library", "link", "versions", "expected_failures")
 
 
@@ -100,6 +109,13 @@ class Settings:
     expected_failures: tuple[ExpectedFailure, ...] = ()
     tolerances: Tolerances = dataclasses.field(default_factory=tolerances.load_default_tolerances)
     groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    unreached_branches: str = "show"
+
+    def fail_unreached_branch(self, record: Record) -> Record:
+        """Return the record, as a failure if it names a branch that no case reaches and the settings ask for that."""
+        if self.unreached_branches == "fail" and record.check == BRANCHES and record.verdict == records.UNJUDGED:
+            return msgspec.structs.replace(record, verdict=records.FAIL)
+        return record
 
     def resolve_groups(self, names: Iterable[str]) -> list[str]:
         """Return the implementations that `names` stand for: groups are replaced by their members, each once."""
@@ -190,13 +206,15 @@ def _parse_table(table: Any, file: Path) -> Settings:
             tolerances.load_default_tolerances(), _parse_tolerances(table.get("tolerances", {})), file.name
         )
         expected = _parse_expected_failures(table)
+        unreached = table.get("unreached_branches", "show")
+        _require(unreached in _UNREACHED, f"unreached_branches must be one of {_UNREACHED}, got {unreached!r}")
         patterns = table.get("expected_failure_files", [])
         _require(_is_string_list(patterns), f"expected_failure_files must be a list of patterns, got {patterns!r}")
         for path in _find_files(file.parent, patterns):
             expected += load_expected_failures(path)
     except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
-    return Settings(tuple(names), expected, limits, groups)
+    return Settings(tuple(names), expected, limits, groups, unreached)
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:

@@ -196,7 +196,12 @@ def _build_plan(resolved: ResolvedRun) -> Plan:
     if spec.regressions:
         return run_plan.plan_regressions(implementations, checks)
     return run_plan.plan_run(
-        implementations, level=spec.chosen_level, seeds=spec.seeds or (0,), query=spec.cases, checks=checks
+        implementations,
+        level=spec.chosen_level,
+        seeds=spec.seeds or (0,),
+        query=spec.cases,
+        checks=checks,
+        packages=spec.branches,
     )
 
 

@@ -188,6 +188,14 @@ class RunSpec:
         narrows="{option}={value}",
         resumed=True,
     )
+    branches: tuple[str, ...] = option(
+        (),
+        WHAT,
+        "search the branches of this imported package too, besides those in the folder of the kernel",
+        metavar="PACKAGE",
+        pytest=True,
+        resumed=True,
+    )
     pullback: Literal["plain", "residuals"] | None = option(
         None,
         WHAT,

@@ -117,6 +117,7 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     problem: str | UnsetType | None = UNSET
     full_size: bool | UnsetType = UNSET
     check: list[str] | UnsetType = UNSET
+    branches: list[str] | UnsetType = UNSET
     pullback: Literal["plain", "residuals"] | UnsetType | None = UNSET
     seed: list[Count] | UnsetType = UNSET
     products: Literal["exact", "tf32", "bf16"] | UnsetType | None = UNSET

@@ -1,0 +1,21 @@
+"""Define what the check `branches` needs to know of the run besides its subject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchSearch:
+    """What a search for a kernel's branches begins with.
+
+    Attributes:
+      cases: the ids of the cases that the run judges; empty to begin with the subject's case alone.
+      packages: packages whose branches are searched besides those of the kernel's folder.
+    """
+
+    cases: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+NO_SEARCH = BranchSearch()

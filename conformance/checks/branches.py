@@ -1,0 +1,91 @@
+"""Check `branches`: which branches of the kernel's own source no case reaches, and which cases reach further ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from cases.case import CaseIdError
+from cases.case_id import parse_case_id
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks.branch_search import search_branches
+from reports import records
+
+_TRACES_PER_CASE, _MORE_TRACES = 2, 60
+"""The search may trace each planned case, and as many cases again, and some more."""
+_SECONDS = 20.0
+"""After so many seconds the search is cut off. Without a very slow kernel, the number of traces ends it before."""
+_MAX_FOUND = 24
+"""The most cases that are added to a run."""
+
+_Text = Annotated[str, Meta(max_length=400)]
+_Index = Annotated[int, Meta(ge=0)]
+_Branch = tuple[_Index, bool]
+
+
+class _Found(msgspec.Struct, forbid_unknown_fields=True):
+    """The result of a search as the kernel's process sends it, which the kernel could have forged."""
+
+    conditions: dict[str, tuple[_Text, _Index, _Text, bool]]
+    unreached: Annotated[list[tuple[_Index, bool, _Text]], Meta(max_length=1000)]
+    found: Annotated[list[tuple[_Text, list[_Branch]]], Meta(max_length=1000)]
+    refused: Annotated[list[tuple[_Index, bool, _Text, _Text]], Meta(max_length=1000)]
+    reached: _Index
+    traces: _Index
+    is_cut_off: bool
+
+    def describe(self, index: int, outcome: bool) -> tuple[str, str]:
+        """Return where a branch is, and its condition with the outcome in words."""
+        file, line, text, is_loop = self.conditions[str(index)]
+        if is_loop:
+            return f"{file}:{line}", f"the body of `{text}` runs"
+        return f"{file}:{line}", f"`{text}` is {'true' if outcome else 'false'}"
+
+
+def check_branches(subject: Subject) -> Iterator[Judgement]:
+    """Check that the cases reach every branch of the kernel's source; further cases are searched for, and judged too.
+
+    A branch that no case reaches is reported as unjudged.
+    """
+    search = subject.branch_search
+    planned = search.cases or (subject.case.id,)
+    sent = subject.executor.run(
+        search_branches, planned, search.packages, _TRACES_PER_CASE * len(planned) + _MORE_TRACES, _SECONDS
+    )
+    try:
+        found = msgspec.convert(sent, _Found)
+        cases = [(parse_case_id(text), branches) for text, branches in found.found]
+        yield from _judge(found)
+    except (msgspec.ValidationError, CaseIdError, KeyError, ValueError) as error:
+        reason = f"the kernel's process sent no valid result of the search: {error}"
+        yield Judgement(observable="search", verdict=records.ERROR, reason=reason)
+        return
+    subject.further_cases.extend(case for case, _ in cases[:_MAX_FOUND] if case.id not in search.cases)
+
+
+def _judge(found: _Found) -> Iterator[Judgement]:
+    """Judge the branches that no case reaches, and those that only refused calls reach."""
+    if not found.reached:
+        yield build_unsupported("reached", "no source of the kernel was read, or it has no branches")
+        return
+    named: dict[str, int] = {}
+
+    def build(where: str, reason: str) -> Judgement:
+        named[where] = named.get(where, 0) + 1
+        observable = where if named[where] == 1 else f"{where}.{named[where]}"
+        return Judgement(observable=observable, verdict=records.UNJUDGED, reason=reason)
+
+    for index, outcome, nearest in found.unreached:
+        where, words = found.describe(index, outcome)
+        yield build(where, f"{words} in no case{f' (nearest: {nearest})' if nearest else ''}")
+    for index, outcome, case, error in found.refused:
+        where, words = found.describe(index, outcome)
+        yield build(where, f"{words} only in calls that raise what no declaration announces: {error} ({case})")
+    cut_off = ", and was cut off" if found.is_cut_off else ""
+    reason = f"{found.reached} branches were reached in {found.traces} traces{cut_off}"
+    figures: dict[str, Any] = {"branches": float(found.reached), "traces": float(found.traces)}
+    yield Judgement(observable="reached", verdict=records.PASS, reason=reason, figures=figures)

@@ -1,0 +1,46 @@
+"""List the branches of kernels that no judged case reaches, from the records of the check `branches`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from reports.record_groups import JudgedImplementation
+from reports.records import FAIL, UNJUDGED, Record
+
+BRANCHES = "branches"
+"""The name of the check whose records say what no case reaches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnreachedBranches:
+    """The branches of an implementation that no judged case reaches.
+
+    Attributes:
+      implementation: the implementation.
+      branches: the place of each, such as `flash.py:18`, and its condition in words.
+    """
+
+    implementation: JudgedImplementation
+    branches: tuple[tuple[str, str], ...]
+
+    @property
+    def heading(self) -> str:
+        """A phrase that states how many branches no case reaches, and in which files."""
+        files = ", ".join(dict.fromkeys(place.rpartition(":")[0] for place, _ in self.branches))
+        number = len(self.branches)
+        return f"{'1 branch' if number == 1 else f'{number:,} branches'} of {files} that no case reaches"
+
+
+def find_unreached(groups: Mapping[JudgedImplementation, Sequence[Record]]) -> tuple[UnreachedBranches, ...]:
+    """Find the branches that no case reaches, for each implementation that has any."""
+    found = []
+    for implementation, records in groups.items():
+        branches = tuple(
+            (record.observable, record.reason)
+            for record in records
+            if record.check == BRANCHES and record.verdict in (UNJUDGED, FAIL)
+        )
+        if branches:
+            found.append(UnreachedBranches(implementation, branches))
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""Tests of the check `branches`: cases that reach branches behind conditions, and branches that none reaches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+import conformance
+from cases.case import Case
+from cases.case_id import parse_case_id
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.executor import Executor
+from conformance.execution.plain_functions import build_implementation
+from conformance.executor_tasks.branch_search import search_branches
+from conformance.judging.run_plan import plan_run
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from reports.records import FAIL, UNJUDGED
+from tests.kernels import behind_branches
+
+_CONDITIONS: Mapping[str, Any] = {
+    "one query, large groups": lambda c: c.q_length == 1 and c.num_q_heads // c.num_kv_heads > 16,
+    "deep, few queries": lambda c: c.head_dim == 512 and c.q_length <= 8 and c.kv_length < 1024,
+    "one key after whole blocks": lambda c: c.kv_length % 48 == 1,
+    "tuned sizes": lambda c: (c.q_length, c.kv_length, c.head_dim) in behind_branches.TUNED,
+    "listed blocks": lambda c: (c.kv_length, c.head_dim) in behind_branches.BLOCKS,
+    "f16 and causal": lambda c: c.dtype == "f16" and c.mask == "causal",
+    "sum of lengths": lambda c: c.q_length + c.kv_length > 5000,
+    "no scale, large cap": lambda c: c.scale is None and c.soft_cap is not None and c.soft_cap > 70,
+    "seven keys after whole blocks": lambda c: c.kv_length % 320 == 7,
+    "many programs": lambda c: c.batch * c.num_q_heads >= 300,
+    "deep values": lambda c: c.v_head_dim > 2 * c.head_dim,
+    "many more queries than keys": lambda c: c.q_length > c.kv_length + 100,
+}
+
+
+@functools.cache
+def _search() -> tuple[list[Case], dict[str, Any]]:
+    """Return the cases of `smoke`, and the result of the search for further ones."""
+    implementation = build_implementation(behind_branches.attention, "behind_branches")
+    plan = plan_run([implementation], level="smoke")
+    planned = list(dict.fromkeys(job.case for job in plan.jobs if job.is_on_grid))
+    ids = [case.id for case in planned]
+    return planned, search_branches(Executor(implementation), ids, (), 2 * len(ids) + 60, 600.0)
+
+
+@pytest.mark.parametrize("path", _CONDITIONS)
+def test_a_case_reaches_each_path(path: str) -> None:
+    planned, found = _search()
+    cases = [*planned, *(parse_case_id(text) for text, _ in found["found"])]
+    assert any(map(_CONDITIONS[path], cases)), found
+
+
+def test_further_cases_are_few_and_reach_what_planned_ones_do_not() -> None:
+    planned, found = _search()
+    further = [parse_case_id(text) for text, _ in found["found"]]
+    assert not {*further} & {*planned}
+    new = [path for path, holds in _CONDITIONS.items() if not any(map(holds, planned))]
+    assert 0 < len(further) <= 2 * len(new)
+    assert {found["conditions"][str(index)][2] for index, _, _ in found["unreached"]} == {"WRONG in paths"}
+
+
+def test_the_same_search_finds_the_same() -> None:
+    _, found = _search()
+    _search.cache_clear()
+    assert _search()[1] == found
+
+
+@pytest.mark.parametrize("path", ["one query, large groups", "seven keys after whole blocks"])
+def test_a_wrong_path_fails_at_smoke(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind_branches, "WRONG", path)
+    found = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
+    wrong = {record.case for record in found.records if record.verdict == FAIL}
+    assert wrong
+    assert all(_CONDITIONS[path](parse_case_id(case)) for case in wrong)
+
+
+def _judge(function: Any, settings: Settings) -> list[Any]:
+    implementation = build_implementation(function, "kernel")
+    jobs = plan_run([implementation], level="smoke", checks=[CHECKS_BY_NAME["branches"]]).jobs
+    return [record for record in Runner(settings).run(jobs) if record.check == "branches"]
+
+
+def test_a_branch_that_no_case_reaches_is_shown_and_fails_if_asked() -> None:
+    for settings, verdict in ((Settings(), UNJUDGED), (Settings(unreached_branches="fail"), FAIL)):
+        found = _judge(behind_branches.never_on_this_platform, settings)
+        named = [record for record in found if "no such platform" in record.reason]
+        assert [record.verdict for record in named] == [verdict]
+        assert named[0].observable.startswith("behind_branches.py:")
+        assert "nearest: cpu ==" in named[0].reason
+
+
+def test_report_lists_unreached_branches() -> None:
+    report = conformance.check(
+        behind_branches.never_on_this_platform, level="smoke", checks=["branches"], confirm_seconds=0
+    )
+    assert any("no such platform" in words for _, words in report.unreached_branches)
+    assert "branches of behind_branches.py that no case reaches" in str(report)
+    assert report.conforms
+
+
+def test_refusals_that_nothing_declares_are_shown() -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        if q.shape[1] == 73:
+            q = q + 0
+            raise ValueError("73 queries are not supported")
+        return behind_branches.attention(q, k, v)
+
+    found = [record for record in _judge(attention, Settings()) if "73 queries" in record.reason]
+    assert len(found) == 1
+    assert found[0].verdict == UNJUDGED
+    assert ".T73." in found[0].reason
+
+
+def test_result_of_a_search_is_not_trusted() -> None:
+    from conformance.checks.branches import _Found
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"conditions": {}, "found": [["x", [["y"]]]]}, _Found)
