@@ -238,7 +238,7 @@ class _Search:
         seen = self.traced[base].seen[branch[0]].operands
         if any(isinstance(operand, int | float) for _, *operands in seen for operand in operands):
             return
-        for key in self.recording.table_keys:
+        for key in sorted(self.recording.table_keys, key=len):
             for names in itertools.combinations(_TABLE_SIZES, len(key)):
                 case: Case | None = base
                 for name, value in zip(names, key, strict=True):
