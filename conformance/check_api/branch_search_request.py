@@ -1,8 +1,10 @@
-"""Define what the check `branches` needs to know of the run besides its subject."""
+"""Define what the check `branches` needs to know of the run besides its subject, and what it adds to the run."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from cases.case import Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,3 +21,11 @@ class BranchSearch:
 
 
 NO_SEARCH = BranchSearch()
+
+
+@dataclasses.dataclass(frozen=True)
+class FurtherCase:
+    """A case that a check adds to those that are judged, and why, as a phrase that follows on the case."""
+
+    case: Case
+    reason: str

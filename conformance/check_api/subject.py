@@ -13,7 +13,7 @@ from cases import quantization
 from cases.case import Case
 from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance.check_api.branch_search_request import NO_SEARCH, BranchSearch
+from conformance.check_api.branch_search_request import NO_SEARCH, BranchSearch, FurtherCase
 from conformance.check_api.judgement import Judgement, judge_comparison
 from conformance.check_api.subchecks import ALL_SUBCHECKS, Pullback, Subchecks, list_partial_cotangents, list_pullbacks
 from conformance.execution import returned_values
@@ -66,7 +66,7 @@ class Subject:
     selection: Subchecks = ALL_SUBCHECKS
     needs_gradients: bool = False
     branch_search: BranchSearch = NO_SEARCH
-    further_cases: list[Case] = dataclasses.field(default_factory=list, compare=False)
+    further_cases: list[FurtherCase] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def implementation(self) -> Implementation:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from cases.case import CaseIdError
 from cases.case_id import parse_case_id
+from conformance.check_api.branch_search_request import FurtherCase
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks.branch_search import search_branches
@@ -58,13 +59,18 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
     )
     try:
         found = msgspec.convert(sent, _Found)
-        cases = [(parse_case_id(text), branches) for text, branches in found.found]
+        cases = [FurtherCase(parse_case_id(text), _describe_reached(found, branches)) for text, branches in found.found]
         yield from _judge(found)
     except (msgspec.ValidationError, CaseIdError, KeyError, ValueError) as error:
         reason = f"the kernel's process sent no valid result of the search: {error}"
         yield Judgement(observable="search", verdict=records.ERROR, reason=reason)
         return
-    subject.further_cases.extend(case for case, _ in cases[:_MAX_FOUND] if case.id not in search.cases)
+    subject.further_cases.extend(each for each in cases[:_MAX_FOUND] if each.case.id not in search.cases)
+
+
+def _describe_reached(found: _Found, branches: list[_Branch]) -> str:
+    described = [" ".join(found.describe(*branch)) for branch in branches]
+    return f"runs what no planned case reaches: {', '.join(dict.fromkeys(described))}"
 
 
 def _judge(found: _Found) -> Iterator[Judgement]:

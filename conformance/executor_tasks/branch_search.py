@@ -97,7 +97,7 @@ def search_branches(
       planned: the ids of the cases that the run judges.
       packages: packages whose branches are recorded, besides those of the kernel's folder.
       traces: the most traces.
-      seconds: the most seconds, after which the search is cut off.
+      seconds: the most processor seconds, after which the search is cut off.
 
     Returns:
       `conditions`: file, line, text and kind of each condition that was met; `unreached`: the branches that no case
@@ -107,7 +107,7 @@ def search_branches(
     """
     jax.clear_caches()  # code under an inner `jit` runs only while it is traced, so earlier traces would hide it
     with record_branches(executor.implementation.call, packages) as recording:
-        search = _Search(executor, recording, traces, time.monotonic() + seconds)
+        search = _Search(executor, recording, traces, time.process_time() + seconds)
         try:
             search.trace_planned([parse_case_id(text) for text in planned])
             search.run()
@@ -127,7 +127,7 @@ class _Search:
     def __init__(self, executor: Executor, recording: Recording, traces: int, deadline: float) -> None:
         self.recording = recording
         self.traced: dict[Case, Trace] = {}
-        self.planned: set[Case] = set()
+        self.planned: dict[Case, None] = {}
         self.is_cut_off = False
         self._executor = executor
         self._left, self._deadline = traces, deadline
@@ -138,13 +138,21 @@ class _Search:
         self._properties: dict[Case, list[Case]] = {}
 
     def trace_planned(self, planned: Sequence[Case]) -> None:
-        """Trace the cases of the run, until all branches that were met are reached."""
-        for case in planned:
-            if len(self.planned) >= _MIN_TRACED and not self.list_unreached():
+        """Trace the cases of the run, until all branches that were met are reached.
+
+        First one call of each case is traced, in turn with residuals, with gradients and without both. If they leave
+        branches that depend on the case, all calls of each case are traced.
+        """
+        for number, case in enumerate(planned):
+            if number >= _MIN_TRACED and not self.list_unreached():
                 break
-            self.trace(case)
-            self.planned.add(case)
+            self.trace(case, turn=number)
+            self.planned[case] = None
         self._trace_variants()
+        if any(self._depends_on_case(index) for index, _ in self.list_unreached()):
+            for case in self.planned:
+                self.traced.pop(case, None)
+                self.trace(case)
 
     def _trace_variants(self) -> None:
         """Trace the declared variants, such as other block sizes, and the parts, on the first cases of the run."""
@@ -155,18 +163,23 @@ class _Search:
                     _trace_variant(self._executor, name, case)
                 self._by_variants |= {(index, x) for index, seen in self.recording.seen.items() for x in seen.outcomes}
 
-    def trace(self, case: Case) -> Trace | None:
-        """Trace a case once; None if the kernel does not support it. Raises `_OutOfBudget`."""
+    def trace(self, case: Case, turn: int | None = None) -> Trace | None:
+        """Trace a case once; None if the kernel does not support it. Raises `_OutOfBudget`.
+
+        Args:
+          case: the case.
+          turn: the number of the only call to trace; None for all its calls.
+        """
         if case in self.traced:
             return self.traced[case]
         if self._executor.implementation.supports(case) is not None:
             return None
-        if self._left <= 0 or time.monotonic() > self._deadline:
+        if self._left <= 0 or time.process_time() > self._deadline:
             self.is_cut_off = True
             raise _OutOfBudget
-        self._left -= 1
+        self._left -= turn is None
         self.recording.clear()
-        error, is_refusal = _trace_case(self._executor, case, {c.file for c in self.recording.conditions})
+        error, is_refusal = _trace_case(self._executor, case, turn, {c.file for c in self.recording.conditions})
         found = Trace(dict(self.recording.seen), error, is_refusal)
         self.traced[case] = found
         for index, seen in found.seen.items():
@@ -304,7 +317,7 @@ class _Search:
         missing = {
             branch: cases[0]
             for branch, cases in self._cases_of.items()
-            if not self._is_left_out(*branch) and self.planned.isdisjoint(cases)
+            if not self._is_left_out(*branch) and self.planned.keys().isdisjoint(cases)
         }
         chosen: list[tuple[Case, list[Branch]]] = []
         while missing:
@@ -422,10 +435,10 @@ def _find_distance(seen: Observation, outcome: bool) -> float:
     return min(sums, default=float("inf"))
 
 
-def _trace_case(executor: Executor, case: Case, files: set[str]) -> tuple[str, bool]:
+def _trace_case(executor: Executor, case: Case, turn: int | None, files: set[str]) -> tuple[str, bool]:
     """Trace the calls of a case that its checks make, and return an exception as text, and whether it is a refusal."""
     try:
-        _trace_calls(executor, case)
+        _trace_calls(executor, case, turn)
     except Exception as error:  # a kernel may raise any exception
         frames = traceback.extract_tb(error.__traceback__)
         is_own = bool(frames) and frames[-1].filename in files
@@ -433,18 +446,24 @@ def _trace_case(executor: Executor, case: Case, files: set[str]) -> tuple[str, b
     return "", False
 
 
-def _trace_calls(executor: Executor, case: Case) -> None:
-    """Trace the calls of a case that its checks make: without and with residuals, and gradients."""
+def _trace_calls(executor: Executor, case: Case, turn: int | None = None) -> None:
+    """Trace the calls of a case that its checks make, or one: with gradients, with residuals, and without both."""
     implementation = executor.implementation
     problem = build_hollow_problem(case)
     call, arrays = executor.bind(problem)
-    out = jax.eval_shape(call, arrays)
-    if implementation.residuals:
-        statics, given = executor.arguments(problem)
-        jax.eval_shape(lambda given: implementation.call(**given, **statics, save_residuals=True), given)
-    if case.phase == "train" and implementation.gradients:
-        cotangent = np.broadcast_to(np.zeros((), out.dtype), out.shape)
-        jax.eval_shape(lambda given: pull_back(call, given, cotangent), arrays)
+
+    def call_with_residuals(given: Mapping[str, Any]) -> Any:
+        statics, _ = executor.arguments(problem)
+        return implementation.call(**given, **statics, save_residuals=True)
+
+    def compute_gradients(given: Mapping[str, Any]) -> Any:
+        shape = (case.batch, case.q_length, case.num_q_heads, case.v_head_dim)
+        return pull_back(call, given, np.broadcast_to(np.zeros((), problem.q.dtype), shape))
+
+    has_gradients = case.phase == "train" and bool(implementation.gradients)
+    calls = [compute_gradients] * has_gradients + [call_with_residuals] * bool(implementation.residuals) + [call]
+    for function in calls if turn is None else [calls[turn % len(calls)]]:
+        jax.eval_shape(function, arrays)
 
 
 def _format_operand(value: Plain) -> str:

@@ -130,8 +130,12 @@ class Runner:
             if later_files := executor.pop_later_files():
                 record = msgspec.structs.replace(record, files=later_files)
             yield self._finish_record(record)
-        for case in subject.further_cases:
-            yield from self.stream(Job(job.implementation, case, _GRID_CHECKS))
+        for further in subject.further_cases:
+            for record in self.stream(Job(job.implementation, further.case, _GRID_CHECKS)):
+                if record.verdict in records.RED:
+                    reason = "; ".join(filter(None, (record.reason, f"the case {further.reason}")))
+                    record = msgspec.structs.replace(record, reason=reason)
+                yield record
 
     def _get_executor(self, implementation: Implementation) -> Executor:
         """Return the executor of an implementation. Copies with other declarations share its compiled functions."""

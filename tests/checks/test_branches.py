@@ -74,9 +74,10 @@ def test_the_same_search_finds_the_same() -> None:
 def test_a_wrong_path_fails_at_smoke(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind_branches, "WRONG", path)
     found = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
-    wrong = {record.case for record in found.records if record.verdict == FAIL}
+    wrong = [record for record in found.records if record.verdict == FAIL]
     assert wrong
-    assert all(_CONDITIONS[path](parse_case_id(case)) for case in wrong)
+    assert all(_CONDITIONS[path](parse_case_id(record.case)) for record in wrong)
+    assert all("runs what no planned case reaches: behind_branches.py:" in record.reason for record in wrong)
 
 
 def _judge(function: Any, settings: Settings) -> list[Any]:
