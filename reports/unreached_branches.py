@@ -10,6 +10,8 @@ from reports.records import FAIL, UNJUDGED, Record
 
 BRANCHES = "branches"
 """The name of the check whose records say what no case reaches."""
+REACHES = "the case runs what no planned case reaches: "
+"""What the reason of a failure says of a case that was searched for; a list of branches follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,16 @@ class UnreachedBranches:
         files = ", ".join(dict.fromkeys(place.rpartition(":")[0] for place, _ in self.branches))
         number = len(self.branches)
         return f"{'1 branch' if number == 1 else f'{number:,} branches'} of {files} that no case reaches"
+
+
+def find_common_branch(records: Sequence[Record]) -> str:
+    """Find a branch that the cases of all these failures run, and no planned case; empty if there is none.
+
+    It is a phrase such as "flash.py:18 `group > 16` is true".
+    """
+    found = [record.reason.partition(REACHES)[2].split(", ") for record in records]
+    common = [branch for branch in found[0] if branch and all(branch in branches for branches in found)]
+    return common[0] if common else ""
 
 
 def find_unreached(groups: Mapping[JudgedImplementation, Sequence[Record]]) -> tuple[UnreachedBranches, ...]:

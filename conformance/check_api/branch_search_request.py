@@ -25,7 +25,7 @@ NO_SEARCH = BranchSearch()
 
 @dataclasses.dataclass(frozen=True)
 class FurtherCase:
-    """A case that a check adds to those that are judged, and why, as a phrase that follows on the case."""
+    """A case that a check adds to those that are judged, and why, as the reason of its failures says it."""
 
     case: Case
     reason: str

@@ -15,6 +15,7 @@ from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks.branch_search import search_branches
 from reports import records
+from reports.unreached_branches import REACHES
 
 _TRACES_PER_CASE, _MORE_TRACES = 2, 60
 """The search may trace each planned case, and as many cases again, and some more."""
@@ -70,7 +71,7 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
 
 def _describe_reached(found: _Found, branches: list[_Branch]) -> str:
     described = [" ".join(found.describe(*branch)) for branch in branches]
-    return f"runs what no planned case reaches: {', '.join(dict.fromkeys(described))}"
+    return f"{REACHES}{', '.join(dict.fromkeys(described))}"
 
 
 def _judge(found: _Found) -> Iterator[Judgement]:

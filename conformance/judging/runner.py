@@ -133,7 +133,7 @@ class Runner:
         for further in subject.further_cases:
             for record in self.stream(Job(job.implementation, further.case, _GRID_CHECKS)):
                 if record.verdict in records.RED:
-                    reason = "; ".join(filter(None, (record.reason, f"the case {further.reason}")))
+                    reason = "; ".join(filter(None, (record.reason, further.reason)))
                     record = msgspec.structs.replace(record, reason=reason)
                 yield record
 

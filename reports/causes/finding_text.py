@@ -29,6 +29,7 @@ from reports.causes.sorts import DIFFERS, WRONG, count_trials, find_covering_dec
 from reports.record_groups import JudgedImplementation
 from reports.records import Diagnosis, Proposal, Record, SimilarBug
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
+from reports.unreached_branches import find_common_branch
 
 _MAX_NAMED = 5  # the most checks or results that a line names
 _MAX_SUBCHECKS = 2  # the most subchecks that a title names
@@ -399,6 +400,8 @@ def _list_subchecks(finding: Finding) -> list[str]:
 
 
 def _format_where(finding: Finding) -> str:
+    if branch := find_common_branch(finding.records):
+        return f"where {branch}"
     if finding.levels is None:
         return ""
     if finding.levels:

@@ -122,3 +122,9 @@ def test_result_of_a_search_is_not_trusted() -> None:
 
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"conditions": {}, "found": [["x", [["y"]]]]}, _Found)
+
+
+def test_finding_names_the_branch_that_its_cases_alone_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind_branches, "WRONG", "seven keys after whole blocks")
+    report = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
+    assert "`rest == 7` is true" in report.findings[0].cause
