@@ -76,6 +76,34 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
     return first + [job for job in off_grid if job.checks]
 
 
+def split_to_fail_fast(jobs: Sequence[Job]) -> list[tuple[Job, Job]]:
+    """Order jobs so that every check judges a case soon: its first case, and the further jobs, take turns.
+
+    They take turns, since a fault of a mask or a dtype shows in the first cases of the grid, which cost a second each.
+    A fault between calls shows in the long jobs only. These compile many programs and are split by check, so that a
+    failure shows when its check is done. The other jobs stay whole, since their checks share programs.
+
+    Returns:
+      Pairs of a part of a job, which is the job itself if it is not split, and the job.
+    """
+    parts = [(part, job) for job in jobs for part in _split_by_check(job)]
+    met: set[tuple[str, str]] = set()
+    first, others = [], []
+    for part, job in parts:
+        checks = {(part.implementation.name, check.name) for check in part.checks}
+        (others if checks <= met else first).append((part, job))
+        met |= checks
+    turns = itertools.zip_longest(first, sorted(others, key=lambda pair: not pair[0].short))
+    return [pair for turn in turns for pair in turn if pair is not None]
+
+
+def _split_by_check(job: Job) -> list[Job]:
+    """Return a part of a job for each of its checks; the job alone if it compiles few programs."""
+    if job.short or len(job.checks) < 2:
+        return [job]
+    return [dataclasses.replace(job, checks=(check,)) for check in job.checks]
+
+
 def _select_first_jobs(jobs: Sequence[Job], *, is_smoke: bool) -> list[Job]:
     """Return the jobs that every level begins with, in their order.
 
