@@ -135,6 +135,7 @@ class OptionalOperand(Operand):
     vmap: str = ""
     grid_levels: tuple[Any, ...] = ()
     combined_level: Any = None
+    special: float | None = None
     is_rare: bool = False
     calls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     decoding: tuple[Mapping[str, Any], ...] = ()

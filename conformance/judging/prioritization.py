@@ -13,10 +13,12 @@ Costs are constants, not measurements, so the order is the same on every machine
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Sequence, Set
 
 from cases.case import Case
@@ -24,6 +26,7 @@ from cases.case_space.coarse_levels import find_coarse_levels
 from cases.case_space.novelty import Pair, find_marks, pair_marks
 from conformance.check_api.scopes import FIRST
 from conformance.check_api.subchecks import Subchecks
+from conformance.checks import Check
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
@@ -38,8 +41,12 @@ SMOKE_CHECKS = (
     "memory",
     "program",
     "aliasing",
+    "ensemble",
 )
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
+# Of `front_end`, `smoke` has the first two cases, which have every part of a front end between them. Of `ensemble`, it
+# has one query over a cache, which shows sums rounded from block to block, truncated results and rounded splits.
+_MOST_SMOKE_CASES = {"front_end": 2, "ensemble": 1}
 
 # The number of programs of the grid that are judged before the calls of a user's first minute. A kernel that is plainly
 # wrong is red by one of these programs, which takes less time than those calls.
@@ -68,8 +75,17 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
     """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
     first = _select_first_jobs(jobs, is_smoke=True)
     first_ids = {id(job) for job in first}
+    taken: collections.Counter[tuple[str, int]] = collections.Counter()  # cases of each check and seed
+
+    def takes(check: Check, case: Case) -> bool:
+        key = check.name, case.seed
+        is_taken = check.name in SMOKE_CHECKS and taken[key] < _MOST_SMOKE_CASES.get(check.name, math.inf)
+        is_taken = is_taken and (check.name != "ensemble" or case.phase == "decode")
+        taken[key] += is_taken
+        return is_taken
+
     off_grid = (
-        dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
+        dataclasses.replace(job, checks=tuple(check for check in job.checks if takes(check, job.case)))
         for job in jobs
         if not job.is_on_grid and id(job) not in first_ids
     )
