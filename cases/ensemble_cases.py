@@ -74,7 +74,8 @@ def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> 
     elsewhere = (
         next((case for case in variants if supports(case) is None), None)
         for variants in (
-            [_build_case(phase, "bf16", seed, *sizes, mask) for mask in masks] for phase, *sizes, masks in _OTHER_PATHS
+            [_build_case(phase, "bf16", seed, t, s, n, k, mask) for mask in masks]
+            for phase, t, s, n, k, masks in _OTHER_PATHS
         )
     )
     revealing = (dataclasses.replace(case, seed=seed) for case in (*_ROUNDINGS, *_STORED))

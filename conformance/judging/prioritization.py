@@ -104,7 +104,8 @@ def split_to_fail_fast(jobs: Sequence[Job]) -> list[tuple[Job, Job]]:
     """
     parts = [(part, job) for job in jobs for part in _split_by_check(job)]
     met: set[tuple[str, str]] = set()
-    first, others = [], []
+    first: list[tuple[Job, Job]] = []
+    others: list[tuple[Job, Job]] = []
     for part, job in parts:
         checks = {(part.implementation.name, check.name) for check in part.checks}
         (others if checks <= met else first).append((part, job))
