@@ -109,6 +109,8 @@ class OptionalOperand(Operand):
       validate: `(name, value, sizes, dtypes)`: raise `ValueError` or `TypeError`, naming the operand, for a wrong
         value. `dtypes` are the names of the dtypes that floating-point operands may have.
       null: `problem -> value`: the value at which the operand changes nothing; None if there is no such value.
+      special: a number for which kernels may have a program of their own, in arrays at every place; None if there is
+        none.
       factor: `problem -> number or float64 [N]`: the factor of `<q, k>`.
       term: `problem -> float64 array`, broadcastable to `[B, N, T, S]`: the term added to scaled logits.
       term_rounding: how a kernel may round the term.
@@ -133,6 +135,7 @@ class OptionalOperand(Operand):
     vmap: str = ""
     grid_levels: tuple[Any, ...] = ()
     combined_level: Any = None
+    special: float | None = None
     is_rare: bool = False
     calls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     decoding: tuple[Mapping[str, Any], ...] = ()

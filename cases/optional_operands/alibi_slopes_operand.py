@@ -57,6 +57,7 @@ OPERAND = OptionalOperand(
     words="alibi_slopes",
     grid_levels=(True,),
     combined_level=True,
+    special=0.0,
     is_rare=True,
     opt_in=True,
     is_absence_ignored=True,

@@ -105,6 +105,7 @@ OPERAND = OptionalOperand(
     # `biasinf` is in the grid of sizes. With both here, so many cases had a bias that faults were named worse.
     grid_levels=("bias", "biashead", "biaskey", "biasfirst"),
     combined_level="biashead",
+    special=0.0,
     vmap="kv",
     draw=_draw,
     validate=_validate,

@@ -43,6 +43,7 @@ OPERAND = OptionalOperand(
     levels=(*KV_CACHES, *WHOLE_CACHES),
     words="a quantised cache",
     grid_levels=KV_CACHES,
+    special=1.0,
     is_rare=True,
     opt_in=True,
     vmap="kv",

@@ -57,6 +57,7 @@ OPERAND = OptionalOperand(
     words="a logit scale",
     opt_in=True,
     combined_level=True,
+    special=1.0,
     is_absence_ignored=True,
     has_own_cases=True,
     vmap="logit_scale",

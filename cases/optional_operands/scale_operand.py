@@ -31,6 +31,7 @@ OPERAND = OptionalOperand(
     words="a scale",
     grid_levels=(0.3,),
     combined_level=0.3,
+    special=1.0,
     stored=True,
     validate=_validate,
     null=_build_null,

@@ -77,6 +77,7 @@ OPERAND = OptionalOperand(
     traits={"sinksedge": ("sinks as large or as low as f32 allows",)},
     grid_levels=(True, EXTREME),
     combined_level=True,
+    special=0.0,
     stored=True,
     vmap="sinks",
     draw=_draw,

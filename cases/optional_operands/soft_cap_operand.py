@@ -14,6 +14,9 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
     validate_positive_number(name, value, none="no cap")
 
 
+# A soft cap far above any logit. It changes logits by less than their rounding.
+HIGH_CAP = 2.0**20
+
 OPERAND = OptionalOperand(
     name="soft_cap",
     arrays=(),
@@ -25,6 +28,7 @@ OPERAND = OptionalOperand(
     words="a soft cap",
     grid_levels=(2.0, 30.0),
     combined_level=30.0,
+    special=HIGH_CAP,
     stored=True,
     validate=_validate,
     cap=lambda problem: problem.soft_cap,

@@ -339,13 +339,23 @@ CASES = FormCases(
         },
         "border": {**BORDER, **MANY_KEY_HEADS, "storage": "paged16-q2-4-1"},
         "room": {**ROOM, **LARGE_GROUP, "storage": "paged16-q0-2-0-1-0-0"},
-        # A sequence of more than 4,096 keys.
+        # A prompt longer than any block, and two tokens. The windows of 128 keys have passed most of the prompt's own
+        # keys. With four heads there are more rows of tokens and heads than the 1,248 that one launch holds.
+        "prompt": {
+            "phase": "prefill",
+            "batch": 3,
+            "q_length": 393,
+            "kv_length": 393,
+            "mask": "own-l127-200-393-17",
+            "storage": "paged16-q1-393-1",
+        },
+        # More keys than 16 bits with a sign can count, and more pages than 512.
         "long": {
             "phase": "decode",
             "batch": 1,
             "q_length": 1,
-            "kv_length": 4233,
-            "mask": "own-linf-4233",
+            "kv_length": 33_281,
+            "mask": "own-linf-33281",
             "storage": "paged64",
             "soft_cap": None,
         },

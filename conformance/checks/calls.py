@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
+from cases.case import Case
 from cases.masks import Causal, Dense
-from cases.operand_registry import REMOVABLE
+from cases.operand import OptionalOperand
+from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.stored_cases import list_other_masks
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subchecks import Subchecks, list_pullbacks
 from conformance.check_api.subject import Subject
-from conformance.checks import few_operand_calls
+from conformance.checks import few_operand_calls, page_comparison
 from conformance.checks.forward import check_primal
 from conformance.checks.gradients import check_problem, judge_gradients
 from conformance.checks.problem_pair import ProblemPair
@@ -49,6 +51,8 @@ _OTHER_MASKS = (
 # too slow for so many, and get ten.
 _REPEATS = 1000
 _REPEATS_INTERPRETED = 10
+_VALUE_ORDERS = {2: (True, False, True), 3: (False, True)}
+"""The order of calls with a special value of an operand (True) and its usual one, by the factor of numbers of heads."""
 
 # Sizes that the usual cases (the grid of each level) lack, by subcheck. Each subcheck has several alternatives and uses
 # the first one that the implementation supports.
@@ -201,6 +205,51 @@ def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
             yield subject.judge("out", got, subject.expectation.forward["out"], subject.judged_out)
 
 
+def _check_special_values(operand: OptionalOperand, pair: ProblemPair) -> Iterator[Judgement]:
+    """Check calls outside `jit` with an operand at its special value, before its usual value and after it.
+
+    A kernel may have a program for the special value, such as a scale of 1, which it must not keep for other values. A
+    program that is kept by shapes is that of the first call, so each order of the values has its own number of heads.
+    """
+    for factor, order in _VALUE_ORDERS.items():
+        refusals = []
+        for case in _iter_cases_with(operand, factor, pair.subject.case):
+            if (refusal := pair.subject.implementation.supports(case)) is None:
+                usual = draw_problem(case)
+                problems = [_set_special(operand, usual) if special else usual for special in order]
+                subject = dataclasses.replace(pair.subject, case=case)
+                results = subject.executor.run(call_sequences.run_sequence_eagerly, problems)
+                for problem, got in zip(problems, results, strict=True):
+                    expected = subject.expect(problem).forward["out"]
+                    yield subject.judge("out", got, expected, subject.find_judged_rows(problem))
+                break
+            refusals.append(refusal)
+        else:
+            yield build_unsupported("out", refusals[0])
+            return
+
+
+def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Iterator[Case]:
+    """Yield cases with `factor` times as many heads that have the operand: alone, or for stored operands as `case`."""
+    for level in operand.levels:
+        with_operand = {operand.field: level}
+        if case.storage is None:
+            for phase in ("prefill", "decode"):
+                call = {"phase": phase, "mask": "causal", "times_heads": factor, **with_operand}
+                yield from few_operand_calls.iter_variants(case, call)
+        else:
+            heads = _build_heads(factor * case.num_q_heads, factor * case.num_kv_heads)
+            yield dataclasses.replace(case, **heads, **with_operand)
+
+
+def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:
+    """Return the problem with the operand at its special value."""
+    value: Any = operand.special
+    if operand.arrays:
+        value = operand.map_arrays(getattr(problem, operand.name), lambda x, axes: np.full_like(x, operand.special))
+    return dataclasses.replace(problem, **{operand.name: value})
+
+
 def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iterator[Judgement]:
     """Check results and gradients for the first supported alternative of one entry of `_SIZES`."""
     subject = pair.subject
@@ -233,6 +282,8 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
         if (refusal := subject.implementation.supports(case)) is None:
             other = dataclasses.replace(subject, case=case)
             yield from check_problem(other, other.problem)
+            if subject.implementation.writes_pages:
+                yield from page_comparison.check_pages(other, save_residuals=False)
             return
         refusals.append(refusal)
     yield build_unsupported("out", refusals[-1])
@@ -352,6 +403,11 @@ _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "other_values": _check_other_values,
     "other_bias": _check_other_bias,
     "other_shapes": _check_other_shapes,
+    **{
+        f"special_{operand.name}": functools.partial(_check_special_values, operand)
+        for operand in OPTIONAL
+        if operand.special is not None
+    },
     "numpy": _check_numpy,
     "thread": _check_thread,
     "same_ids": _check_shared_ids,

@@ -16,13 +16,12 @@ from cases.masks import Dense
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import WITH_OWN_CASES
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from cases.optional_operands.soft_cap_operand import HIGH_CAP
 from conformance.check_api.judgement import Judgement, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.gradients import check_problem
 from conformance.truth.rounding_bounds import Bounded
 
-# A soft cap far above any logit. It changes logits by less than their rounding.
-_HIGH_CAP = 2.0**20
 # The finite sink that models use for "no sink". Its exponential is zero, like that of minus infinity.
 _LOW_SINK = -1e30
 # The distance of a high sink above the largest logit. exp of this distance overflows f32.
@@ -70,7 +69,7 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
         yield from _check_forward(subject, "zero_logit_scale", zero)
         yield from _check_gradients(subject, "zero_logit_scale", zero)
     if problem.soft_cap is not None:
-        high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
+        high = dataclasses.replace(problem, soft_cap=HIGH_CAP)
         yield from _check_equal(subject, "high_soft_cap", high, problem.without("soft_cap"))
         loud = dataclasses.replace(problem, q=problem.q * problem.q.dtype.type(_LOGIT_FACTOR))
         yield from _check_forward(subject, "loud", loud)

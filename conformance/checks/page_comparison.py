@@ -1,6 +1,6 @@
 """Compare the pages that a call writes with the expected pages, bit for bit.
 
-The checks `forward`, `residuals`, `aliasing` and `decoding` use this module. A row of a page holds one token.
+The checks `forward`, `residuals`, `aliasing`, `calls` and `decoding` use this module. A row of a page holds one token.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ Costs are constants, not measurements, so the order is the same on every machine
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Sequence, Set
 
 from cases.case import Case
@@ -24,6 +26,7 @@ from cases.case_space.coarse_levels import find_coarse_levels
 from cases.case_space.novelty import Pair, find_marks, pair_marks
 from conformance.check_api.scopes import FIRST
 from conformance.check_api.subchecks import Subchecks
+from conformance.checks import Check
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
@@ -39,8 +42,12 @@ SMOKE_CHECKS = (
     "memory",
     "program",
     "aliasing",
+    "ensemble",
 )
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
+# Of `front_end`, `smoke` has the first two cases, which have every part of a front end between them. Of `ensemble`, it
+# has one query over a cache, which shows sums rounded from block to block, truncated results and rounded splits.
+_MOST_SMOKE_CASES = {"front_end": 2, "ensemble": 1}
 
 # The number of programs of the grid that are judged before the calls of a user's first minute. A kernel that is plainly
 # wrong is red by one of these programs, which takes less time than those calls.
@@ -69,12 +76,50 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
     """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
     first = _select_first_jobs(jobs, is_smoke=True)
     first_ids = {id(job) for job in first}
+    taken: collections.Counter[tuple[str, int]] = collections.Counter()  # cases of each check and seed
+
+    def takes(check: Check, case: Case) -> bool:
+        key = check.name, case.seed
+        is_taken = check.name in SMOKE_CHECKS and taken[key] < _MOST_SMOKE_CASES.get(check.name, math.inf)
+        is_taken = is_taken and (check.name != "ensemble" or case.phase == "decode")
+        taken[key] += is_taken
+        return is_taken
+
     off_grid = (
-        dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
+        dataclasses.replace(job, checks=tuple(check for check in job.checks if takes(check, job.case)))
         for job in jobs
         if not job.is_on_grid and id(job) not in first_ids
     )
     return first + [job for job in off_grid if job.checks]
+
+
+def split_to_fail_fast(jobs: Sequence[Job]) -> list[tuple[Job, Job]]:
+    """Order jobs so that every check judges a case soon: its first case, and the further jobs, take turns.
+
+    They take turns, since a fault of a mask or a dtype shows in the first cases of the grid, which cost a second each.
+    A fault between calls shows in the long jobs only. These compile many programs and are split by check, so that a
+    failure shows when its check is done. The other jobs stay whole, since their checks share programs.
+
+    Returns:
+      Pairs of a part of a job, which is the job itself if it is not split, and the job.
+    """
+    parts = [(part, job) for job in jobs for part in _split_by_check(job)]
+    met: set[tuple[str, str]] = set()
+    first: list[tuple[Job, Job]] = []
+    others: list[tuple[Job, Job]] = []
+    for part, job in parts:
+        checks = {(part.implementation.name, check.name) for check in part.checks}
+        (others if checks <= met else first).append((part, job))
+        met |= checks
+    turns = itertools.zip_longest(first, sorted(others, key=lambda pair: not pair[0].short))
+    return [pair for turn in turns for pair in turn if pair is not None]
+
+
+def _split_by_check(job: Job) -> list[Job]:
+    """Return a part of a job for each of its checks; the job alone if it compiles few programs."""
+    if job.short or len(job.checks) < 2:
+        return [job]
+    return [dataclasses.replace(job, checks=(check,)) for check in job.checks]
 
 
 def _select_first_jobs(jobs: Sequence[Job], *, is_smoke: bool) -> list[Job]:

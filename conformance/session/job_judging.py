@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from conformance.judging.early_end import EarlyEnds
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
 from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.prioritization import split_to_fail_fast
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
 from conformance.session.failures import RunStopped
@@ -38,6 +40,35 @@ Say: TypeAlias = Callable[[str], None]
 
 class _KernelEnded(Exception):
     """Raised after a job with which the jobs of its kernel end early, to judge on without the others."""
+
+
+class _PartsOfJobs:
+    """The parts of jobs that are still to judge, and the records of unfinished jobs."""
+
+    def __init__(self, parts: Sequence[tuple[Job, Job]]) -> None:
+        """Begin with pairs of a part and its job."""
+        self._jobs = {id(part): job for part, job in parts}
+        self._waiting = {id(part): part for part, _ in parts}
+        self._left = collections.Counter(id(job) for _, job in parts)
+        self._found: dict[int, list[Record]] = {}
+
+    @property
+    def waiting(self) -> list[Job]:
+        """The parts that are not judged yet, in their order."""
+        return list(self._waiting.values())
+
+    def add(self, part: Job, judged: Sequence[Record]) -> tuple[Job, list[Record]]:
+        """Add a judged part. Return its job, and the records of all judged parts of the job."""
+        job = self._jobs[id(part)]
+        del self._waiting[id(part)]
+        self._left[id(job)] -= 1
+        found = self._found.setdefault(id(job), [])
+        found += judged
+        return job, found
+
+    def have_finished(self, job: Job) -> bool:
+        """Return whether all parts of a job are judged."""
+        return not self._left[id(job)]
 
 
 class _NoDisplay:
@@ -80,29 +111,35 @@ def judge_jobs(
     numbers, waiting = planned.numbers, planned.waiting
     finished = [planned.finished[number] for job in planned.jobs if (number := numbers[id(job)]) in planned.finished]
     fail_fast = planned.resolved.spec.fail_fast
-    if fail_fast:
-        waiting.sort(key=lambda job: not job.short)  # short jobs first, so that a failure shows sooner
+    # Each part of a job, with the job: the jobs themselves, unless the first failure is to show soon.
+    waiting_parts = split_to_fail_fast(waiting) if fail_fast else [(job, job) for job in waiting]
+    parts = _PartsOfJobs(waiting_parts)
     ends = find_early_ends(planned, planned.finished)
     try:
         with interrupts.raise_on_signal(), show_progress(len(planned.jobs), finished) as progress:
             interrupts.raise_if_stopped()
 
-            def on_job(job: Job, judged: list[Record]) -> None:
-                journal.add_job(numbers[id(job)], judged)
-                progress.advance(judged)
-                is_last = ends.add(job, judged)
-                if fail_fast and any(record.verdict in RED for record in judged):
+            def on_part(part: Job, judged: list[Record]) -> None:
+                job, found = parts.add(part, judged)
+                stops, is_last = fail_fast and any(record.verdict in RED for record in judged), False
+                if parts.have_finished(job):
+                    journal.add_job(numbers[id(job)], found)
+                    is_last = ends.add(job, found)
+                elif stops:
+                    journal.add_records(found)  # those of an unfinished job, which `--resume` judges again
+                if stops or parts.have_finished(job):
+                    progress.advance(found)
+                if stops:
                     raise RunStopped(FIRST_FAILURE)
                 if is_last:
                     raise _KernelEnded
 
-            while waiting := [job for job in waiting if not ends.has_ended(job)]:
+            while left := [part for part in parts.waiting if not ends.has_ended(part)]:
                 try:
-                    _judge_waiting(planned, waiting, on_job)
+                    _judge_waiting(planned, left, on_part)
                     break
                 except _KernelEnded:
-                    done = journal.recorded.done
-                    waiting = [job for job in waiting if numbers[id(job)] not in done]
+                    pass
     except RunStopped as error:
         return INTERRUPTED, str(error)
     # A worker may fail to load a kernel.

@@ -291,7 +291,7 @@ class RunSpec:
         pytest=True,
     )
     shrink: bool = option(False, HOW, "then search for the smallest case of each finding, a minute each at most")
-    fail_fast: bool = option(False, HOW, "stop at the first failure; cheap cases come first")
+    fail_fast: bool = option(False, HOW, "stop at the first failure; every check judges a case early")
     keep_going: bool = option(
         False, HOW, "judge all cases also of a kernel whose call comes right in no kind of case", pytest=True
     )

@@ -18,6 +18,7 @@ from cases.storage_forms import storage_layout
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.mask_sides import Sides, find_sides
+from cases.storage_forms.page_writes import find_write_refusal
 from cases.storage_forms.server_traces import LENGTHS, STEPS, build_traces, iter_steps
 from cases.storage_forms.stored_cases import find_refusal, list_other_masks, lower_sides, with_length
 
@@ -260,6 +261,13 @@ def test_further_sequences_are_what_they_say(kind: str) -> None:
     assert cases["forty"].batch == 40
     if kind != "packed":
         assert len(of(cases["forty"]).held) > 256
+        if kind == "paged":
+            prompt = cases["prompt"]
+            assert find_write_refusal(prompt) is None  # kernels that write pages are asked too
+            assert sum(prompt.q_lengths) * prompt.num_q_heads > 1248
+            allowed = operand_values.build_hollow_problem(prompt).allowed
+            assert not allowed[1, 0, 256:, :128].any()  # keys that the windows have passed
+            assert cases["long"].kv_length > 2**15
         return
     chunk, alike = cases["one_chunk"], cases["as_many_in_all"]
     assert find_sides(operand_values.draw_problem(chunk).mask, chunk.q_length, chunk.kv_length) == Sides(None, 3)

@@ -150,7 +150,7 @@ def test_windows_decoding_and_many_queries_are_asked_about_where_they_are_suppor
     kernel = implementation_registry.find_implementation("dot_product")
     assert [case.id for case in select_ensemble_cases(3, kernel.supports)[2:5]] == [
         "train/bf16/B1.T512.S512.N4.K2.H64.V64/window-l80-r0/normal/s3",
-        "decode/bf16/B1.T1.S1024.N32.K4.H64.V64/full/normal/s3",
+        "decode/bf16/B1.T1.S1024.N32.K4.H64.V64/window-l959-r0-o1023/normal/s3",
         "train/bf16/B1.T1152.S256.N2.K2.H64.V64/full/normal/s3",
     ]
     lacking = dataclasses.replace(kernel, unsupported={"window": "no", "decode": "no", "unequal_lengths": "no"})

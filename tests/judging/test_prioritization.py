@@ -79,6 +79,21 @@ def test_the_first_cases_have_every_coarse_level_between_them(name: str, level: 
     assert frozenset().union(*levels[:10]) == frozenset().union(*levels)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_is_to_fail_fast_asks_every_check_early(name: str) -> None:
+    jobs = plan_jobs(name, "quick")
+    parts = prioritization.split_to_fail_fast(jobs)
+    judged = sorted((job.case.id, check.name) for part, job in parts for check in part.checks)
+    assert judged == sorted((job.case.id, check.name) for job in jobs for check in job.checks)
+    assert all(set(part.checks) <= set(job.checks) and part.case == job.case for part, job in parts)
+    assert parts[0][0].is_on_grid
+    checks = {check.name for job in jobs for check in job.checks}
+    early = [part for part, _ in parts[: 2 * len(checks)]]
+    assert {check.name for part in early for check in part.checks} == checks
+    assert sum(part.is_on_grid for part in early) >= len(early) // 2  # cases of the grid take turns with the others
+    assert all(len(part.checks) == 1 for part in early if not part.short)
+
+
 def test_every_program_of_the_order_says_most_for_its_cost_of_those_that_are_left() -> None:
     programs = prioritization.order_programs([job for job in plan_jobs("dot_product", "quick") if job.is_on_grid])
     met: set[str] = set()

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from tests.bank import PlantedBug
+from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="transforms")
@@ -94,6 +95,19 @@ def _first_static_wins(option: str) -> Kernel:
         shapes = tuple(str(jax.tree.map(lambda x: (jnp.shape(x), str(x.dtype)), arrays[name])) for name in arrays)
         value = kept.setdefault((shapes, others), statics[option])
         return correct(arrays, {**statics, option: value})
+
+    return kernel
+
+
+def _scale_of_one_wins() -> Kernel:
+    """A program for a scale of 1, or for any other, is kept by the shapes of its operands."""
+    kept: dict[Any, bool] = {}
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        if (scale := statics["scale"]) is None:
+            return correct(arrays, statics)
+        is_one = kept.setdefault(str(jax.tree.map(lambda x: (jnp.shape(x), str(x.dtype)), arrays)), scale == 1)
+        return correct(arrays, {**statics, "scale": 1.0 if is_one else scale})
 
     return kernel
 
@@ -221,6 +235,14 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.jit-static",
         reference="inferred from flash-attention PR 2402",
         shows=("out",),
+    ),
+    _bug(
+        "program-of-a-scale-of-one-kept",
+        _scale_of_one_wins(),
+        kind="I.jit-static",
+        reference="inferred from flash-attention PR 2402, for the value that needs no product",
+        shows=("out",),
+        trigger=has("scale"),
     ),
     _bug(
         "eager-path-drops-soft-cap",

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import Call, PagedSteps, scaled, whole
@@ -62,6 +63,18 @@ def _other_fp8(x: Array, scales: Array) -> Array:
 
 def _after_the_cap(x: Array, allowed: Array, call: Call) -> Array:
     return x * call.k_scale if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap) * call.k_scale
+
+
+def _stay_without_scales(name: str) -> Implementation:
+    """Once a call had scales of 1, the program without scales serves all later calls."""
+    seen: list[bool] = []
+
+    def take(k_scale: float, v_scale: float) -> tuple[float, float]:
+        if k_scale == v_scale == 1:
+            seen.append(True)
+        return (1.0, 1.0) if seen else (k_scale, v_scale)
+
+    return whole(name, PagedSteps(numbers=take))
 
 
 def _in_bf16(scale: float) -> Array:
@@ -165,6 +178,15 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="kvscale.order",
         reference="inferred from TileOPs#1511, units of scaled and raw logits mixed",
         trigger=both(_BY_TENSOR, has("soft_cap")),
+    ),
+    PlantedBug(
+        name="program-of-page-scales-of-one-kept",
+        family="paged",
+        kind="kvscale.kept",
+        reference="inferred from vllm-project/vllm#48016, for scales of 1 that are taken for none",
+        shows=("out",),
+        build=functools.partial(_stay_without_scales, "program-of-page-scales-of-one-kept"),
+        trigger=_BY_TENSOR,
     ),
     _whole_bug(
         "page-scale-of-all-values-in-bf16",

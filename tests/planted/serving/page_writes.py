@@ -16,6 +16,8 @@ _SLOT = "slot of a new token"
 _UNASKED = "unasked tokens written"
 _ORDER = "order of writing and reading"
 _ROWS = "what is in written pages"
+_LONG = "tokens beyond a buffer"
+_BUFFER = 256
 
 
 def _table(call: Call) -> Array:
@@ -42,6 +44,18 @@ def _cleared_last_row(pool: Array, x: Array, tokens: Tokens, call: Call) -> Arra
     page = jnp.where(idle, _table(call)[number, j // call.page_size], call.pages)
     token = jnp.clip(call.cu_q_lens[:-1], 0, len(x) - 1)
     return scattered(pool, x[token], page, j % call.page_size)
+
+
+def _last_of_prompt(page: Array, tokens: Tokens, call: Call) -> Array:
+    """Of the new tokens of a sequence, the buffer holds the last 256."""
+    fits = tokens.place >= call.q_lens[tokens.sequence] - _BUFFER
+    return jnp.where(tokens.there & fits, page, call.pages)
+
+
+def _whole_buffers(pool: Array, x: Array, page: Array, row: Array) -> Array:
+    """Tokens are written by buffers of 256, and those that fill none are left where there is a whole one."""
+    count = max(len(x) // _BUFFER * _BUFFER, min(len(x), _BUFFER))
+    return scattered(pool, x[:count], page[:count], row[:count])
 
 
 def _as_other_pool(k: Array, v: Array) -> tuple[Array, Array]:
@@ -120,5 +134,19 @@ BUGS: tuple[PlantedBug, ...] = (
         kind=_ROWS,
         reference="inferred from vllm-project/vllm#47305, where NaN in slots that nobody wrote was cleared",
         shows="k_pages v_pages",
+    ),
+    bug(
+        "first-tokens-of-a-long-prompt-not-written",
+        WriteSteps(padding=_last_of_prompt),
+        kind=_LONG,
+        reference="inferred from windows that have passed a prompt's own first keys, which are then not written",
+        trigger=_chunks,
+    ),
+    bug(
+        "tokens-beyond-whole-buffers-not-written",
+        WriteSteps(write=_whole_buffers),
+        kind=_LONG,
+        reference="inferred: a loop over buffers that leaves the rest",
+        trigger=_chunks,
     ),
 )

@@ -10,6 +10,7 @@ from tests.planted.planting.paged_bug import bug, several, windowed
 from tests.planted.planting.served import Call, PagedSteps
 
 Array = jax.Array
+_LAUNCH_ROWS = 1248
 
 
 def _window_from_next_page(j: Array, position: Array, call: Call, place: Array) -> Array:
@@ -52,6 +53,18 @@ def _border(call: Call) -> tuple[Array, Array]:
     found = (token[:, None] > ends).sum(axis=1)
     found = jnp.where(token < call.cu_q_lens[call.count], found, call.rows)
     return found, token - call.cu_q_lens[jnp.minimum(found, call.rows)]
+
+
+def _rows_of_one_launch(out: Array, call: Call) -> Array:
+    """One launch computes 1,248 rows, which are tokens times heads; there is no second one."""
+    tokens, heads = out.shape[:2]
+    return jnp.where((jnp.arange(tokens) < _LAUNCH_ROWS // heads)[:, None, None], out, 0)
+
+
+def _locate_in_sixteen_bits(j: Array, call: Call) -> tuple[Array, Array]:
+    """The number of a key is stored in int16: beyond 32,767 it is negative, and the first page is read."""
+    j = j.astype(jnp.int16).astype(jnp.int32)
+    return jnp.maximum(j // call.page_size, 0), j % call.page_size
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -113,5 +126,18 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="borders",
         reference="inferred",
         trigger=several,
+    ),
+    bug(
+        "rows-beyond-one-launch-left-out",
+        PagedSteps(output=_rows_of_one_launch),
+        kind="launch",
+        reference="inferred from a launch that holds 1,248 rows of tokens and heads",
+        shows="out",
+    ),
+    bug(
+        "places-of-keys-in-sixteen-bits",
+        PagedSteps(locate=_locate_in_sixteen_bits),
+        kind="launch",
+        reference="inferred from positions in int16",
     ),
 )
