@@ -23,8 +23,8 @@ CHECK = "flags"
 CASE_RATE = 0.005
 """The largest probability that XLA computes a case wrongly under the flags, and rightly under its own.
 
-In 784 cases of two correct kernels, no result needed JAX's own flags (`dot_product` and `block_flash` at `quick`, jaxlib
-0.10.2 on x86). If the probability were larger, that would have a probability below 2%.
+In CASES cases of two correct kernels, no result needed JAX's own flags (`dot_product` and `block_flash` at `quick`,
+jaxlib 0.10.2 on x86). If the probability were larger, that would have a probability below 2%.
 """
 MAX_CHANCE = 0.001
 """The probability of so many cases by chance, below which the kernel counts as the cause."""
@@ -66,9 +66,9 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         observable="all",
         verdict=FAIL,
         reason=(
-            f"in {len(decided):,} of {judged:,} cases, results are wrong under the flags that make compiling cheap, and "
-            f"right under JAX's own: by chance, XLA causes so many in fewer than {MAX_CHANCE:.1%} of runs, so the kernel "
-            "counts as the cause. Set XLA_FLAGS to judge the kernel under a single set of flags"
+            f"in {len(decided):,} of {judged:,} cases, results are wrong under the flags that make compiling cheap, "
+            f"and right under JAX's own: by chance, XLA causes so many in fewer than {MAX_CHANCE:.1%} of runs, so the "
+            "kernel counts as the cause. Set XLA_FLAGS to judge the kernel under a single set of flags"
         ),
         reproduce=first.reproduce,
     )
