@@ -30,13 +30,14 @@ from conformance.executor_tasks import call_sequences, single_calls
 from reports import records
 
 # Masks for calls that follow each other with the same shapes, in this order:
-# - two windows, which are given by numbers; one number is 0;
+# - windows, which are given by numbers, of which one is 0: two that differ only on the right, two only on the left;
 # - a window that equals a causal mask;
 # - two masks that are given as arrays;
 # - an array combined with a window, and an array combined with `causal` and a window;
 # - an array with a plane for each head, combined with an array with a plane for each batch row.
 _OTHER_MASKS = (
     "window-l9-r0",
+    "window-l9-r2",
     "window-l0-r2",
     "window-linf-r0",
     "dense-d60",

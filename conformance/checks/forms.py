@@ -1,8 +1,9 @@
 """Check `forms`: an argument in another form gives the result that it means, or is refused.
 
 A scale may be an integer, a NumPy number, traced, or zero. A window may be a list. A bias may have its own dtype. A
-mask or a bias may have axes of length 1, or lack leading axes. An implementation must return the result that the argument means, or raise an
-exception. A result for another meaning is a failure. An exception of any type is reported as unsupported.
+mask or a bias may have axes of length 1, or lack leading axes. An implementation must return the result that the
+argument means, or raise an exception. A result for another meaning is a failure. An exception of any type is reported
+as unsupported.
 """
 
 from __future__ import annotations
