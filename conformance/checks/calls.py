@@ -119,7 +119,8 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal calls."""
     pair = ProblemPair.draw(subject)
-    for name, sequence in _SUBCHECKS.items():
+    few = {} if few_operand_calls.are_made_elsewhere(subject.case) else _FEW_OPERANDS
+    for name, sequence in {**_SUBCHECKS, **few}.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
     for operand in few_operand_calls.list_operands_with_calls(subject.implementation, subject.case):
         for name, call in operand.calls.items():
@@ -359,5 +360,5 @@ _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "one_array": _check_shared_array,
     "a_thousand": _check_repetition,
     **{name: functools.partial(_check_size, changes) for name, changes in _SIZES.items()},
-    **{name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()},
 }
+_FEW_OPERANDS = {name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()}

@@ -23,8 +23,8 @@ CHECK = "flags"
 CASE_RATE = 0.005
 """The largest probability that XLA computes a case wrongly under the flags, and rightly under its own.
 
-In CASES cases of two correct kernels, no result needed JAX's own flags (`dot_product` and `block_flash` at `quick`,
-jaxlib 0.10.2 on x86). If the probability were larger, that would have a probability below 2%.
+In 747 cases of two correct kernels, no result needed JAX's own flags (`dot_product` and `block_flash` at `quick`,
+jaxlib 0.10.2 on x86). If the probability were larger, none in 747 would have a probability below 3%.
 """
 MAX_CHANCE = 0.001
 """The probability of so many cases by chance, below which the kernel counts as the cause."""
