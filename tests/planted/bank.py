@@ -8,6 +8,7 @@ from tests.planted.beyond.bank import BEYOND
 from tests.planted.computing import (
     backward,
     blocks,
+    call_forms,
     cotangents,
     dispatch,
     epilogue,
@@ -87,6 +88,7 @@ _MODULES = (
     backward,
     cotangents,
     transformation_bugs,
+    call_forms,
     first_minute,
     laws,
     gaming,
