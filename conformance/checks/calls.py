@@ -361,4 +361,6 @@ _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "a_thousand": _check_repetition,
     **{name: functools.partial(_check_size, changes) for name, changes in _SIZES.items()},
 }
-_FEW_OPERANDS = {name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()}
+_FEW_OPERANDS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
+    name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()
+}

@@ -1,4 +1,4 @@
-"""Define calls with few optional operands or none, as models make them, for the checks `calls`, `transforms` and `sharding`.
+"""Define calls with few optional operands or none, as models make them, for `calls`, `transforms` and `sharding`.
 
 A kernel may have a fast path for exactly these calls. Nearly all other cases have several optional operands at once.
 The cases with a single one are in f32, or have as many key/value heads as query heads. So they do not reach a path that

@@ -31,7 +31,6 @@ from conformance.executor_tasks import sharded_calls, single_calls
 from conformance.executor_tasks.sharded_calls import DEVICES
 from reports import records
 
-
 # Masks under which `out` is checked too, by the sharded axis and the end of the observable. The case itself is causal.
 _OTHER_MASKS: tuple[tuple[sharded_calls.ShardedAxis, str, str], ...] = (
     ("batch", "window", "window-l31-r5"),

@@ -8,7 +8,6 @@ from tests.planted.beyond.bank import BEYOND
 from tests.planted.computing import (
     backward,
     blocks,
-    call_forms,
     cotangents,
     dispatch,
     epilogue,
@@ -88,7 +87,6 @@ _MODULES = (
     backward,
     cotangents,
     transformation_bugs,
-    call_forms,
     first_minute,
     laws,
     gaming,

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance import declare
 from conformance.execution.plain_functions import build_implementation
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.kernels import naive, online_softmax, serving_attention
-from tests.planted.planting.wrapped import Arrays, Kernel, Statics, planted
+from tests.planted.planting.wrapped import Arrays, Kernel, Statics, attention_by
 
 _FAMILY = "forms of calls"
 _BLOCK = 128
@@ -25,14 +26,42 @@ _STYLES = {"": naive.attention, "-in-blocks": online_softmax.attention}
 
 
 def _plant(name: str, make: Callable[[Kernel], Kernel], **details: Any) -> tuple[PlantedBug, ...]:
-    """Plant what `make` does to a correct kernel in both kernels."""
+    """Plant what `make` does to a correct kernel in both kernels, of which neither returns residuals here."""
 
-    def build(attention: Callable[..., Any]) -> Kernel:
-        return make(lambda arrays, statics: attention(**arrays, **statics))
+    def build(attention: Callable[..., Any], name: str) -> Implementation:
+        def correct(arrays: Arrays, statics: Statics) -> Any:
+            return attention(**arrays, **{key: x for key, x in statics.items() if key != "save_residuals"})
 
-    shows = ("out", "out_with_residuals", "logsumexp")
+        full = attention_by(make(correct))
+
+        @declare(behind_mask="finite")
+        def without_residuals(
+            q: Any,
+            k: Any,
+            v: Any,
+            *,
+            causal: bool = False,
+            window: Any = None,
+            mask: Any = None,
+            segment_ids: Any = None,
+            soft_cap: Any = None,
+            sinks: Any = None,
+            bias: Any = None,
+            scale: Any = None,
+        ) -> Any:
+            masks = {"causal": causal, "window": window, "mask": mask, "segment_ids": segment_ids}
+            return full(q, k, v, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+
+        return build_implementation(without_residuals, name)
+
     return tuple(
-        planted(f"{name}{suffix}", build(attention), family=_FAMILY, **{"shows": shows, **details})
+        PlantedBug(
+            name=f"{name}{suffix}",
+            family=_FAMILY,
+            shows=("out",),
+            build=functools.partial(build, attention, f"{name}{suffix}"),
+            **details,
+        )
         for suffix, attention in _STYLES.items()
     )
 
@@ -62,19 +91,12 @@ def _count_padding_of(name: str, causal: bool) -> Callable[[Kernel], Kernel]:
             padded = {key: jnp.pad(arrays[key], ((0, 0), (rest, 0), (0, 0), (0, 0))) for key in ("k", "v")}
             if causal:
                 queries = jnp.pad(arrays["q"], ((0, 0), (rest, 0), (0, 0), (0, 0)))
-                return _drop_rows(correct({**arrays, **padded, "q": queries}, statics), rest)
+                return correct({**arrays, **padded, "q": queries}, statics)[:, rest:]
             return correct({**arrays, **padded}, statics)
 
         return kernel
 
     return make
-
-
-def _drop_rows(result: Any, count: int) -> Any:
-    if not isinstance(result, tuple):
-        return result[:, count:]
-    out, residuals = result
-    return out[:, count:], {name: x[..., count:] for name, x in residuals.items()}
 
 
 def _keep_right_side(correct: Kernel) -> Kernel:
