@@ -24,6 +24,7 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
     Calls get NumPy arrays outside `jit` and inside. They must hold the same bits after several calls, and after the
     threads that these started. Outside `jit` the calls are repeated with JAX arrays: a call that donates them to its
     own program deletes them. A library that checks types may refuse NumPy arrays; then the calls get JAX arrays only.
+    A call that takes stored operands gets them as they lie in memory.
 
     Three more calls are checked:
 
@@ -34,7 +35,9 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
     """
     yield from _check_operands(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
-    plain = dataclasses.replace(subject.case, mask="full", **absent)
+    if subject.case.storage is None:  # the mask of stored sequences says how long they are
+        absent["mask"] = "full"
+    plain = dataclasses.replace(subject.case, **absent)
     equal_depths = dataclasses.replace(plain, v_head_dim=plain.head_dim)
     if subject.implementation.supports(equal_depths) is None:
         plain = equal_depths

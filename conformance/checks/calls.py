@@ -32,13 +32,14 @@ from conformance.executor_tasks import call_sequences, single_calls
 from reports import records
 
 # Masks for calls that follow each other with the same shapes, in this order:
-# - two windows, which are given by numbers; one number is 0;
+# - windows, which are given by numbers, of which one is 0: two that differ only on the right, two only on the left;
 # - a window that equals a causal mask;
 # - two masks that are given as arrays;
 # - an array combined with a window, and an array combined with `causal` and a window;
 # - an array with a plane for each head, combined with an array with a plane for each batch row.
 _OTHER_MASKS = (
     "window-l9-r0",
+    "window-l9-r2",
     "window-l0-r2",
     "window-linf-r0",
     "dense-d60",
@@ -122,7 +123,8 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal calls."""
     pair = ProblemPair.draw(subject)
-    for name, sequence in _SUBCHECKS.items():
+    few = {} if few_operand_calls.are_made_elsewhere(subject.case) else _FEW_OPERANDS
+    for name, sequence in {**_SUBCHECKS, **few}.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
     for operand in few_operand_calls.list_operands_with_calls(subject.implementation, subject.case):
         for name, call in operand.calls.items():
@@ -414,5 +416,7 @@ _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "one_array": _check_shared_array,
     "a_thousand": _check_repetition,
     **{name: functools.partial(_check_size, changes) for name, changes in _SIZES.items()},
-    **{name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()},
+}
+_FEW_OPERANDS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
+    name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()
 }

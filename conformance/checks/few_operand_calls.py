@@ -1,4 +1,4 @@
-"""Define calls with few optional operands or none, as models make them, for the checks `calls` and `transforms`.
+"""Define calls with few optional operands or none, as models make them, for `calls`, `transforms` and `sharding`.
 
 A kernel may have a fast path for exactly these calls. Nearly all other cases have several optional operands at once.
 The cases with a single one are in f32, or have as many key/value heads as query heads. So they do not reach a path that
@@ -15,7 +15,8 @@ position, or lacks one.
 A kernel may also have a path for each set of optional operands. Scale, soft cap, sinks, bias and segment ids have 32
 sets. The training cases of the level `quick` lack most sets of two and of three: each pair of operands occurs, but
 together with further operands. Each missing set with a scale or a soft cap has a call here. A bias for each head has
-two calls: with grouped heads and without.
+two calls: with grouped heads and without. Each operand by itself has a call under a full and one under a causal mask,
+with more positions than a block and a last block that is not full.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.operand import OptionalOperand
-from cases.operand_registry import OPTIONAL, REMOVABLE
+from cases.operand_registry import OPTIONAL, REMOVABLE, WITH_OWN_CASES
 from impls.contract.implementation import Implementation
 
 
@@ -36,6 +37,7 @@ def _with_length(length: int) -> dict[str, Any]:
     return {"q_length": length, "kv_length": length}
 
 
+_LONE = _with_length(200)
 _ONE_HEAD = {"num_q_heads": 1, "num_kv_heads": 1}
 _SEQUENCE_ENDS = "1-40-7-31-12-3-39-25-5-18-33-9"
 _MANY_ROWS: dict[str, Any] = {"batch": 12, "times_heads": 3}
@@ -43,9 +45,9 @@ CALLS: dict[str, dict[str, Any]] = {
     # Lengths of 160: three blocks of 64, the last one half filled.
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},
     # Segment ids that are equal at the first and last position of a block, and different between them.
-    "documents": {"mask": "causal", "segments": "segamid", **_with_length(127)},
+    "documents": {"mask": "causal", "segments": "segamid", **_with_length(255)},
     # Labels that kernels give to padding, without a mask that hides the padding behind them.
-    "labelled": {"mask": "full", "segments": "segwild", "batch": 1, **_with_length(95)},
+    "labelled": {"mask": "full", "segments": "segwild", "batch": 1, **_with_length(223)},
     "sunk": {"mask": "window-l129-r0", "sinks": True, **_with_length(191)},
     "capped": {"mask": "window-l64-r1", "soft_cap": 30.0, **_with_length(129)},
     "biased": {"mask": "full", "bias": "biaspair", **_with_length(127)},
@@ -53,6 +55,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "ahead": {"phase": "prefill", "mask": "window-l65-r65", "batch": 1, **_with_length(257)},
     # The window has no limit on its right, and there are 120 more keys than queries, which is more than a block of 64.
     "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
+    # Windows of calls with unlike lengths. A plain function gets them as `window` if they are counted from where it
+    # counts: here from the first key, and in the next call so that the last query is at the last key.
+    "begun": {"phase": "prefill", "mask": "window-l40-r3", "batch": 1, "q_length": 72, "kv_length": 200},
+    "ended": {"phase": "prefill", "mask": "window-l40-r3-o-101", "batch": 1, "q_length": 200, "kv_length": 99},
     # Positions above 2048, which f16 and bf16 cannot all represent exactly.
     "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
     # More than sixteen blocks of 128 along both axes, and positions that f16 cannot represent exactly.
@@ -73,7 +79,13 @@ CALLS: dict[str, dict[str, Any]] = {
     # As many batch rows as query heads: twelve, which is more than eight.
     "served": {**_MANY_ROWS, "phase": "decode", "mask": f"lengths-{_SEQUENCE_ENDS}", "sinks": True, "q_length": 1},
     "lone": {"phase": "decode", "mask": "window-l3-r2", "q_length": 1},
-    "scaled": {"mask": "causal", "scale": 0.3, **_with_length(65)},
+    "scaled": {"mask": "causal", "scale": 0.3, **_with_length(193)},
+    # One operand without a window, at a length of several blocks that none of them divides.
+    "scaled_alone": {"mask": "full", "scale": 0.3, **_LONE},
+    "capped_alone": {"mask": "full", "soft_cap": 2.0, **_LONE},
+    "capped_causal": {"mask": "causal", "soft_cap": 30.0, **_LONE},
+    "sunk_alone": {"mask": "full", "sinks": True, **_LONE},
+    "sunk_causal": {"mask": "causal", "sinks": True, **_LONE},
     "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg", "batch": 9, **_with_length(63)},
     "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0, **_with_length(33)},
     "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg", **_with_length(127)},
@@ -85,8 +97,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "capped_sunk": {"mask": "causal", "soft_cap": 30.0, "sinks": True, **_with_length(31)},
     "capped_sunk_documents": {"mask": "full", "soft_cap": 30.0, "sinks": True, "segments": "seg", **_with_length(65)},
     "capped_biased": {"mask": "causal", "soft_cap": 30.0, "bias": "biaspair"},
-    "biased_heads": {"mask": "causal", "bias": "biashead"},
-    "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
+    "biased_heads": {"mask": "causal", "bias": "biashead", **_LONE},
+    "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False, **_LONE},
 }
 _DEFAULTS: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
@@ -102,6 +114,20 @@ _DEFAULTS: dict[str, Any] = {
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
 _BLOCK = 128
+
+
+def are_made_elsewhere(case: Case) -> bool:
+    """Return whether calls without optional operands are those of another case, which lacks an operand of this one."""
+    return any(getattr(case, operand.field) != operand.absent for operand in WITH_OWN_CASES)
+
+
+def replace_mask(case: Case, spec: str) -> Case:
+    """Return the case under another mask; if it is a window, also without optional operands.
+
+    A kernel may have a path for windows that it takes only without other operands.
+    """
+    absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
+    return dataclasses.replace(case, mask=spec, **(absent if spec.startswith("window") else {}))
 
 
 def list_operands_with_calls(implementation: Implementation, case: Case) -> list[OptionalOperand]:

@@ -1,8 +1,9 @@
 """Check `forms`: an argument in another form gives the result that it means, or is refused.
 
 A scale may be an integer, a NumPy number, traced, or zero. A window may be a list. A bias may have its own dtype. A
-mask or a bias may have axes of length 1. An implementation must return the result that the argument means, or raise an
-exception. A result for another meaning is a failure. An exception of any type is reported as unsupported.
+mask or a bias may have axes of length 1, or lack leading axes. An implementation must return the result that the
+argument means, or raise an exception. A result for another meaning is a failure. An exception of any type is reported
+as unsupported.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
         yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
     if flags["mask"] and subject.case.mask.startswith("dense-"):
         yield from _iter_mask_forms(problem)
+        yield from _iter_square_forms(subject, "mask", "densehead-d60", "densebatch-d60")
     if problem.bias is not None and (subject.case.bias == "bias" or not _supports_plain_bias(subject)):
         yield from _iter_bias_forms(problem)
-        yield from _iter_rank_three_bias(subject)
+        yield from _iter_square_forms(subject, "bias", "biashead", "biasbatch")
 
 
 def _supports_plain_bias(subject: Subject) -> bool:
@@ -112,17 +114,22 @@ def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
 
 
 def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
-    """Yield masks in which all queries or all keys share a value, and a mask `[T, S]` without batch and head axes."""
+    """Yield masks that all queries or all keys share, and masks `[T, S]` and `[S]` without their leading axes."""
     mask = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
     key = int(np.argmin(np.abs(mask[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the queries attend to
-    for name, part in (("rows", mask[:, :, -1:, :]), ("keys", mask[..., key : key + 1])):
-        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, mask.shape))))
-        yield _Form(f"mask_shared_by_{name}", meant, {"mask": part})
-    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(mask)), {"mask": mask[0, 0]})
+    row = mask[:, :, -1:, :]
+    for name, part, given in (
+        ("shared_by_rows", row, row),
+        ("shared_by_keys", mask[..., key : key + 1], mask[..., key : key + 1]),
+        ("of_rank_one", row, row[0, 0, 0]),
+        ("of_rank_two", mask, mask[0, 0]),
+    ):
+        meant = Dense(np.ascontiguousarray(np.broadcast_to(part, mask.shape)))
+        yield _Form(f"mask_{name}", dataclasses.replace(problem, mask=meant), {"mask": given})
 
 
 def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
-    """Yield a bias that all queries share, one that all keys share, one in bf16, and one of shape `[T, S]`."""
+    """Yield a bias that all queries share, one that all keys share, one in bf16, and biases `[T, S]` and `[S]`."""
     assert problem.bias is not None
     parts = {
         "bias_shared_by_rows": problem.bias[:, :, -1:, :],
@@ -133,6 +140,8 @@ def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
         yield _Form(name, dataclasses.replace(problem, bias=bias))
     plane = problem.bias[:1, :1]
     yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
+    row = plane[:, :, -1:]
+    yield _Form("bias_of_rank_one", dataclasses.replace(problem, bias=row), {"bias": row[0, 0, 0]})
 
 
 def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
@@ -176,14 +185,33 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
     yield subject.judge("dbias", got["dbias"], expected.gradients[0]["dbias"], label=label)
 
 
-def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
-    """Yield a bias `[N, T, S]` without the batch axis, in a case with as many batch rows as query heads.
+def _iter_square_forms(subject: Subject, name: str, by_head: str, by_row: str) -> Iterator[_Form]:
+    """Yield a mask or bias `[N, T, S]`, and one `[B, 1, T, S]`, in cases with as many batch rows as query heads.
 
-    A kernel may take the first axis for the batch. As B equals N, it raises no error, and its result is wrong.
+    A kernel may take the first axis of the one for the batch, and that of the other for the heads. As B equals N, it
+    raises no error, and its result is wrong. In one case K equals both, and in one it does not. If query heads must
+    have key/value heads of their own, or must share them, only one of the two cases is supported.
+
+    Args:
+      subject: the kernel and the case.
+      name: `mask` or `bias`.
+      by_head: the level of the case in which the operand differs between heads.
+      by_row: the level of the case in which it differs between batch rows.
     """
-    square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
-    if subject.implementation.supports(square) is None:
-        problem = draw_problem(square)
-        assert problem.bias is not None
-        shared = problem.bias[:1]
-        yield _Form("bias_of_rank_three", dataclasses.replace(problem, bias=shared), {"bias": shared[0]}, square)
+    heads = subject.case.num_q_heads
+    for level, kv_heads, rank in (
+        (by_head, heads, "rank_three"),
+        (by_head, 1, "rank_three_beside_groups"),
+        (by_row, heads, "row_of_batch"),
+        (by_row, 1, "row_of_batch_beside_groups"),
+    ):
+        changes: dict[str, Any] = {name: level, "batch": heads, "num_kv_heads": kv_heads}
+        square = dataclasses.replace(subject.case, **changes)
+        if (kv_heads == heads == 1) or subject.implementation.supports(square) is not None:
+            continue
+        meant = draw_problem(square)
+        drawn = meant.bias
+        if name == "mask":
+            drawn = meant.resolved_mask.dense(meant.q.shape[1], meant.k.shape[1])
+        assert drawn is not None
+        yield _Form(f"{name}_of_{rank}", meant, {name: drawn[0] if level == by_head else drawn}, square)

@@ -1,6 +1,7 @@
 """Check `sharding`: judge the call and its gradients on four devices by the oracle.
 
 - The call runs under `shard_map`, sharded over batch rows, heads or queries.
+- So does `out`, over batch rows and heads, under a window without other operands and under a mask that is an array.
 - It runs on arrays with explicit shardings, without `shard_map`.
 - It is traced under `shard_map` with `check_vma=True`, JAX's check of the axes over which values differ.
 - It runs outside `jit` on arrays that lie on the second device.
@@ -24,10 +25,19 @@ from cases.operand_registry import GRADIENT_OF, OPTIONAL
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
+from conformance.checks.few_operand_calls import are_made_elsewhere, replace_mask
 from conformance.execution.executor import Values
-from conformance.executor_tasks import sharded_calls
+from conformance.executor_tasks import sharded_calls, single_calls
 from conformance.executor_tasks.sharded_calls import DEVICES
 from reports import records
+
+# Masks under which `out` is checked too, by the sharded axis and the end of the observable. The case itself is causal.
+_OTHER_MASKS: tuple[tuple[sharded_calls.ShardedAxis, str, str], ...] = (
+    ("batch", "window", "window-l31-r5"),
+    ("batch", "dense", "densebatch-d60"),
+    ("heads", "window", "window-l31-r5"),
+    ("heads", "dense", "dense-d60"),
+)
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
@@ -50,6 +60,8 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
             yield build_unsupported(name, f"this case cannot be shared by {DEVICES} devices: {error}")
             continue
         yield from run_subcheck(name, functools.partial(_check_axis, subject, case, name))
+    for axis, name, spec in () if are_made_elsewhere(subject.case) else _OTHER_MASKS:
+        yield from run_subcheck(f"{axis}_{name}", functools.partial(_check_other_mask, subject, axis, spec))
     for name, judge in (("explicit", _check_explicit), ("checked", _check_vma), ("second", _check_second_device)):
         yield from run_subcheck(name, functools.partial(_check_unless_refused, subject, judge))
 
@@ -147,6 +159,19 @@ def _check_axis(subject: Subject, case: Case, axis: sharded_calls.ShardedAxis) -
         sharded_calls.run_sharded, axis, problem, do if subject.has_gradients else None
     )
     yield from _judge_results(subject, problem, do, judged, out, gradients)
+
+
+def _check_other_mask(subject: Subject, axis: sharded_calls.ShardedAxis, spec: str) -> Iterator[Judgement]:
+    """Check `out` with one axis sharded, under another mask; a window comes without optional operands."""
+    case = replace_mask(_remove_functions(_make_divisible(subject.case)), spec)
+    if (reason := _find_refusal(subject, case)) is not None:
+        yield build_unsupported("out", reason)
+        return
+    problem = draw_problem(case)
+    if spec.startswith("dense") and "mask" not in subject.executor.run(single_calls.list_arrays, problem):
+        return  # without an array, the call has the mask of all batch rows, and no device gets that of its own
+    out, _ = subject.executor.run(sharded_calls.run_sharded, axis, problem, None)
+    yield _judge(subject, "out", out, subject.expect(problem).forward["out"], subject.find_judged_rows(problem))
 
 
 def _judge_results(

@@ -35,6 +35,8 @@ from reports import records
 _NEARBY_FACTOR = 1 + 2.0**-6
 # A factor for the scale. The cases have the scale 0.3; the result, 1.5, is above 1 and no power of two.
 _SCALE_FACTOR = 5.0
+# Masks under which some subchecks run too, by the end of their name. The case itself is causal.
+_OTHER_MASKS = {"window": "window-l31-r5", "dense": "dense-d60"}
 
 
 def check_transforms(subject: Subject) -> Iterator[Judgement]:
@@ -215,11 +217,26 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
     subject = pair.subject
     if subject.case.storage is not None or not any(getattr(subject.case, o.field) != o.absent for o in REMOVABLE):
         return  # for a case without optional operands, `vmap_q` checks the same call
+    if few_operand_calls.are_made_elsewhere(subject.case):
+        return
     for case in few_operand_calls.iter_variants(subject.case, {"mask": "causal"}):
         if subject.implementation.supports(case) is None:
             few = ProblemPair.draw(dataclasses.replace(subject, case=case))
             yield from _check_vmap_over(("q",), few)
             return
+
+
+def _check_other_mask(
+    spec: str, check: Callable[[ProblemPair], Iterator[Judgement]], pair: ProblemPair
+) -> Iterator[Judgement]:
+    """Run another subcheck under the mask `spec`: a window without optional operands, or an array beside them."""
+    case = few_operand_calls.replace_mask(pair.subject.case, spec)
+    if pair.subject.case.storage is not None or few_operand_calls.are_made_elsewhere(pair.subject.case):
+        return  # the mask of stored sequences is a window already
+    if (refusal := pair.subject.implementation.supports(case)) is not None:
+        yield build_unsupported("out", refusal)
+        return
+    yield from check(ProblemPair.draw(dataclasses.replace(pair.subject, case=case)))
 
 
 def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> Iterator[Judgement]:
@@ -387,6 +404,17 @@ def _list_mapped_operands() -> dict[str, list[str]]:
     return mapped
 
 
+def _add_other_masks(
+    checks: Mapping[str, Callable[[ProblemPair], Iterator[Judgement]]],
+) -> dict[str, Callable[[ProblemPair], Iterator[Judgement]]]:
+    """Return the subchecks under each of `_OTHER_MASKS`."""
+    return {
+        f"{name}_{mask}": functools.partial(_check_other_mask, spec, check)
+        for name, check in checks.items()
+        for mask, spec in _OTHER_MASKS.items()
+    }
+
+
 _FORWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "eager": _check_eager,
     "vmap": _check_vmap,
@@ -404,6 +432,7 @@ _FORWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "x64": _check_x64,
     "second_call": _check_second_call,
     "other_statics": _check_other_statics,
+    **_add_other_masks({"vmap": _check_vmap, "second_call": _check_second_call}),
 }
 _BACKWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "grad_of_vmap": functools.partial(_check_gradients, "grad_of_vmap"),
@@ -419,4 +448,10 @@ _BACKWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "one_gradient": _check_one_gradient,
     "x64": _check_x64_backward,
     "forward_mode": _check_forward_mode,
+    **_add_other_masks(
+        {
+            "checkpoint": functools.partial(_check_checkpoint, False),
+            "scan": functools.partial(_check_gradients, "scan"),
+        }
+    ),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,36 +65,29 @@ def find_written_operands(
 ) -> tuple[list[str], str]:
     """Find the given page arrays and token arrays that one call modifies in place or deletes.
 
-    The call gets NumPy arrays, or JAX arrays if it refuses those.
+    The call gets NumPy arrays. Outside `jit`, or if NumPy arrays are refused, a second call gets JAX arrays: only these
+    can be donated, and so deleted.
 
     Returns:
-      The names of the modified arrays. Then the reason why the call got JAX arrays, or "" if it took NumPy arrays.
+      The names of the modified arrays. Then the reason why no call got NumPy arrays, or "".
     """
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program
-    copies, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
-    changed = [name for name, x in {**tokens, **before}.items() if is_changed(x, copies[name])]
-    return changed, reason
 
+    def run(make_array: Callable[[Any], Any]) -> dict[str, Any]:
+        of_tokens, of_pages = ({name: make_array(x) for name, x in kept.items()} for kept in (tokens, before))
+        jax.block_until_ready(call(jax.tree.map(make_array, arrays), of_tokens, of_pages))
+        return {**of_tokens, **of_pages}
 
-def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    """Call on copies of the pages and tokens, and return these copies after the call.
-
-    `kept` holds the pages and tokens, and `tokens` the names of the tokens among them. NumPy arrays are tried first.
-    If the call refuses them, it gets JAX arrays, and the reason is returned too, else "".
-    """
-
-    def run(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
-        of_tokens = {name: x for name, x in given.items() if name in tokens}
-        of_pages = {name: x for name, x in given.items() if name not in tokens}
-        jax.block_until_ready(call(arrays, of_tokens, of_pages))
-        return given
-
+    given, reason = [], ""
     try:
-        return run(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
+        given.append(run(np.copy))
     except Exception as refusal:  # libraries that check types raise errors of their own types
         reason = f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-        return run(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
+    if reason or not compiled:
+        given.append(run(jnp.array))
+    kept = {**tokens, **before}
+    return [name for name, x in kept.items() if any(is_changed(x, copies[name]) for copies in given)], reason
 
 
 def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) -> tuple[Program, Arrays]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import numpy as np
 from cases.operand_values import Problem
 from conformance import program_cache
 from conformance.execution import returned_values
-from conformance.execution.executor import Executor, call_plain, pull_back
+from conformance.execution.executor import Arrays, Executor, call_plain, pull_back
+from conformance.execution.stored_calls import StoredCall
 
 # Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
 _CALLS = 3
@@ -125,13 +126,14 @@ def merge_parts(executor: Executor, parts: list[Any]) -> Any:
 def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
     """Find the operands that several equal calls modify or delete, or one call under `jit` if `compiled`.
 
+    A call that takes stored operands gets them in its own form, since it could not delete the dense ones.
     The calls get NumPy arrays. Outside `jit`, or if NumPy arrays are refused, as many more calls get JAX arrays. All
     operands are compared after the last call, and after the threads that the calls started.
 
     Returns:
       The names of the modified operands. Then the reason why the calls got no NumPy arrays, or "".
     """
-    plain, arrays = executor.bind(problem)
+    plain, arrays = _bind_own_form(executor, problem)
     call = executor.jit(plain) if compiled else plain
     count = 1 if compiled else _CALLS
     threads = threading.enumerate()
@@ -149,6 +151,21 @@ def find_written_operands(executor: Executor, problem: Problem, *, compiled: boo
     pairs = [pair for after in given for pair in zip(_list_leaves(arrays), _list_leaves(after), strict=True)]
     changed = [name for (name, before), (_, after) in pairs if is_changed(before, after)]
     return list(dict.fromkeys(changed)), reason
+
+
+def _bind_own_form(executor: Executor, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
+    """Return the call on the operands as they lie in memory, and these as NumPy arrays."""
+    plain, arrays = executor.bind(problem)
+    call = executor.implementation.call
+    if not isinstance(call, StoredCall):
+        return plain, arrays
+    statics, _ = executor.arguments(problem)
+    dense = {"q", "k", "v", "storage", "kv_scales"}
+    q, k, v, storage = (arrays[name] for name in ("q", "k", "v", "storage"))
+    stored = call.store(q, k, v, storage, kv_scales=arrays.get("kv_scales"))
+    others = {name: x for name, x in arrays.items() if name not in dense}
+    attend = call.bind_depth(problem.v.shape[-1])
+    return lambda given: attend(**given, **statics), jax.tree.map(np.asarray, {**stored, **others})
 
 
 def _join_threads_since(before: Collection[threading.Thread]) -> None:

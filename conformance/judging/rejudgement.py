@@ -9,7 +9,7 @@ depend on earlier calls, or the kernel may recognise a second judgement. To find
 processes that differ only in their flags. Some have the first flags and as many have JAX's own, in an unpredictable
 order. The flags count as the cause only if the result is wrong in all of the first and right in all of the others. In
 all other cases the failure stands. A kernel can still detect the flags by looking at its own compiled programs. So only
-a small share of its results may depend on the flags (`conformance.judging.flag_share`).
+a few of its cases may depend on the flags (`conformance.judging.flag_share`).
 
 Then declarations are tried that the kernel's author may have forgotten to make. If the whole check passes under one,
 the record names it, so that nobody looks for a bug where a declaration is missing. A declaration is not named if simple
@@ -41,6 +41,7 @@ from conformance.checks import Check
 from conformance.execution.executor import Executor
 from conformance.judging import discrimination, flag_share
 from conformance.judging.declarations import Remedy, iter_weaker_declarations
+from conformance.sandbox.kernel_process import LoadFailed
 from reports import records
 
 ENOUGH_CONFIRMED = 2
@@ -49,15 +50,15 @@ UNSTEADY = "right when called again in the same way: the result depends on earli
 """The end of the reason of a failure that did not occur a second time."""
 FRESH_PROCESSES = 2
 """The number of fresh processes for each of the two sets of flags that must agree that the flags are the cause."""
-# The number of results that may depend on the flags before their share is limited: early in a run, even one such result
-# is a large share.
+# The number of cases that may depend on the flags before no further failure is judged again. The limit is tested after
+# each case, so chance has many opportunities to exceed it early in a run.
 _MIN_DECIDED = 8
 # Checks that compare results of the plain call: one call on the case's own operands, with or without residuals.
 _PLAIN_CHECKS = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
 # The scopes of checks whose compiled programs are cached by the executor, so that running a check again is cheap.
 _CACHING_SCOPES = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
-_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA is known to cause"
+_TOO_MANY = "not judged again: more cases of this kernel depend on the compiler's flags than XLA causes by chance"
 
 
 class Rejudger:
@@ -68,7 +69,8 @@ class Rejudger:
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._judged = self._decided = 0  # numbers of all judged results, and of those that depend on the flags
+        self._judged: set[str] = set()  # the cases that were judged
+        self._decided: set[str] = set()  # the cases of which a result depends on the flags
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype: what explains failures
 
     @property
@@ -81,7 +83,8 @@ class Rejudger:
 
         `first` has the judgements of the check under the flags that make compiling cheap.
         """
-        self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
+        if any(judgement.verdict in records.JUDGED for judgement in first):
+            self._judged.add(subject.case.id)
         wrong = _select_wrong(first)
         # Checks that interpret a kernel are not judged again. JAX's kernel interpreters go step by step and look for
         # races, so no compiler flag changes their results. Under JAX's own flags, their callbacks would deadlock.
@@ -100,17 +103,20 @@ class Rejudger:
         self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
     ) -> list[Judgement]:
         """Return the judgements under JAX's own flags. A result whose first failure flags did not cause stays wrong."""
-        if self._decided >= _MIN_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
+        if len(self._decided) >= _MIN_DECIDED and flag_share.is_beyond_limit(len(self._decided), len(self._judged)):
             return [_add_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
-        second = _run_check(check, subject.with_executor(executor))
-        merged = _merge_ratios(first, second)
-        changed = {judgement.observable for judgement in _select_wrong(first)} - {
-            x.observable for x in _select_wrong(second)
-        }
-        if not changed:
-            return merged
-        blamed = _find_blamed(check, subject, executor, changed)
-        self._decided += len(blamed)
+        try:
+            _start(executor)
+            second = _run_check(check, subject.with_executor(executor))
+            merged = _merge_ratios(first, second)
+            changed = {judgement.observable for judgement in _select_wrong(first)} - {
+                x.observable for x in _select_wrong(second)
+            }
+            blamed = _find_blamed(check, subject, executor, changed) if changed else set()
+        except LoadFailed as error:
+            return [_add_reason(x, f"not judged again: {error}") if x.verdict in _WRONG else x for x in first]
+        if blamed:
+            self._decided.add(subject.case.id)
         return _restore_unsteady(merged, first, changed - blamed)
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
@@ -141,17 +147,30 @@ def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Co
     Args:
       executor: the executor under JAX's own flags.
       changed: names of results that were wrong under the first flags, and then right under JAX's own.
+
+    Raises:
+      LoadFailed: if a process cannot load the kernel.
     """
     blamed = set(changed)
     runs = [(subject.executor, True), (executor, False)] * FRESH_PROCESSES
     secrets.SystemRandom().shuffle(runs)
     for next_executor, should_be_wrong in runs:
-        judgements = _run_check(check, subject.with_executor(next_executor.create_fresh()))
+        fresh = next_executor.create_fresh()
+        _start(fresh)
+        judgements = _run_check(check, subject.with_executor(fresh))
         wrong = {judgement.observable for judgement in _select_wrong(judgements)}
         blamed = blamed & wrong if should_be_wrong else blamed - wrong
         if not blamed:
             break
     return blamed
+
+
+def _start(executor: Executor) -> None:
+    """Start the kernel's process, if it has one. Raises `LoadFailed`, for example if a file of the kernel was edited.
+
+    A check would report that as its error, and its results would seem to be no longer wrong.
+    """
+    _ = executor.backend
 
 
 def _classify_check(check: Check) -> str:

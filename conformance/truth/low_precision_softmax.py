@@ -11,7 +11,8 @@ after term `t`, and `r_t` the number of roundings of the term itself.
     off   = g u ((2 + n_f) |y| + sum_t (r_t |t| + |y_t|) + 4 |c| (capped)) + u (|z| + |z - m| + 1)      of one logit
             + u sum_t (r_t |t| + |z_t|)                                  with terms t that are added after the cap, to c
     share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
-    rnd   = u (2 p |dp| + p |D| + 4 |dz|), and u (8 tanh^2 + 1) |dz| (capped)                         of one pair
+    rnd   = u (2 p |dp| + p |D| + 4 |dz|), and err(g) (|dz| + e + row) (capped)                       of one pair
+            with err(g) = u (8 tanh^2 + 1), whose product with e and row counts where g is nearly zero
     err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
     out   + Q(p off |v - out|) + 2u |out| + Q(u p v) + p_sink share |out|
     lse   + share
@@ -115,9 +116,9 @@ class LowPrecisionSoftmax:
         err_d = err_d + np.where(self.small, _sum_in_quadrature(by_key), by_key.sum(axis=-1))
         row = np.abs(dz) * self.share[..., None] + group.p * err_d[..., None]
         g = group.cap_derivative
-        slope = 1.0 if group.tanh is None else g + 8 * group.tanh**2 + 1
+        err_g = 0.0 if group.tanh is None else u * (8 * group.tanh**2 + 1)
         err_dz = pair + row + u * np.abs(dz)
-        pair, row = pair * g + u * slope * np.abs(dz), row * g
+        pair, row = g * (pair + u * np.abs(dz)) + err_g * (np.abs(dz) + pair + row), g * row
         shared = self.share[..., None] * np.abs((g * dz) @ group.k) + err_d[..., None] * np.abs((g * group.p) @ group.k)
         dq = np.sqrt(2 * (self._squares(pair) @ group.k**2)) + self._magnitudes(pair) @ np.abs(group.k) + shared
         both, p_both = pair + row, self.p + group.averaging * (self.share[..., None] + 2 * u)

@@ -22,7 +22,7 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
     err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
     err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
     err(g)   = (2 / cap) |tanh| g err(x) + (8 tanh^2 + 1) u                                           (capped)
-    err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))]
+    err(dx)  = (g + err(g)) [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))]
                + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
                with r = dp - D + dlse
     E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
@@ -51,6 +51,9 @@ These terms go beyond the usual first-order bound, for these reasons:
 * `u_out` once more over the group. An implementation may round the dk and dv of each head before it sums the group.
 * Quadrature over the rows in `E(dsink)` and `E(df)`. Errors of rows are independent. Adding thousands of rows by
   magnitude would hide a gradient that is wrong altogether.
+* `err(g)` beside `g` in `err(dx)`, a product of two errors. At the flat end of a cap, `g` is far below the rounding of
+  `1 - tanh^2`. If `r` is zero too, as for the only key of a row, all terms of first order vanish. A computed `r` and a
+  computed `g` have their roundings, and their product is not zero.
 * `tiny` in `err(D)`. A flash backward pass takes D from the stored `out`, which may be subnormal in f16, for instance
   if a sink takes all the weight.
 * `tiny |r|` in `err(dx)`. A probability that underflows is off by `tiny`, and is multiplied by `r`.
@@ -391,7 +394,8 @@ class _BackwardErrors:
         shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         shift = shift + u.base * np.abs(dlse)[..., None]
         err_dz = errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift)
-        err_dx = group.cap_derivative * err_dz + np.abs(dz) * _bound_cap_derivative_errors(group, errors, u)
+        err_g = _bound_cap_derivative_errors(group, errors, u)
+        err_dx = (group.cap_derivative + err_g) * err_dz + np.abs(dz) * err_g
         live = group.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
         rounding, tiny = u.probabilities + u.products + u.backward, u.tiny * live * (1 + np.abs(r))
         err_dx, err_dz = err_dx + rounding * np.abs(dx) + tiny, err_dz + rounding * np.abs(dz) + tiny

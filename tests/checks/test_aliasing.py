@@ -5,6 +5,7 @@ A kernel that modifies an operand fails. One that refuses NumPy arrays is given 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from reports.records import ERROR, FAIL, PASS, Record
-from tests.kernels import naive
+from tests.kernels import naive, serving_attention
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/full/normal/s0"
 
@@ -126,3 +127,24 @@ def test_a_call_without_mask_and_operands_is_asked_too() -> None:
     found = judge(writes_if_plain, CASE.replace("full", "causal"))
     failed = {name for name, record in found.items() if record.verdict == FAIL}
     assert failed == {"operands.eager.plain"}
+
+
+STATIC = ("window", "scale", "soft_cap", "save_residuals")
+OWN = "prefill/f32/B2.T13.S20.N2.K2.H16.V16/own-l15-20-16/paged16-q13-1/normal/s0"
+
+
+@pytest.mark.parametrize("donated", ["q", "k_pages"])
+def test_who_donates_stored_operands_deletes_them(donated: str) -> None:
+    # XLA deletes what it can reuse: q for `out` of the same shape, and pages for the pages that a call returns.
+    function = serving_attention.paged if donated == "q" else serving_attention.writing
+    program = jax.jit(function, donate_argnames=donated, static_argnames=STATIC)
+    kernel = functools.wraps(function)(lambda *arrays, **others: program(*arrays, **others))
+    found = {name: record.verdict for name, record in judge(kernel, OWN).items()}
+    wrong = {"operands.eager", "operands.eager.plain"} if donated == "q" else {"operands.eager", "operands.eager.pages"}
+    assert wrong <= {name for name, verdict in found.items() if verdict == FAIL}
+    assert {verdict for name, verdict in found.items() if "jit" in name} == {PASS}
+
+
+@pytest.mark.parametrize("function", [serving_attention.paged, serving_attention.writing])
+def test_who_keeps_stored_operands_passes(function: Callable[..., Any]) -> None:
+    assert {record.verdict for record in judge(function, OWN).values()} == {PASS}

@@ -74,7 +74,16 @@ def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
         (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else keep_first_row(x)}, {"mask_shared_by_rows"}),
         (BIASED, {"bias": lambda x: x if x.dtype == jnp.float32 else 0 * x}, {"bias_narrow"}),
         (BIASED, {"bias": lambda x: x if x.ndim == 4 else x.T}, {"bias_of_rank_two"}),
-        (BIASED, {"bias": lambda x: x[:, None] if x.ndim == 3 else x}, {"bias_of_rank_three"}),
+        (BIASED, {"bias": lambda x: x if x.ndim > 1 else 0 * x}, {"bias_of_rank_one"}),
+        (DENSE, {"mask": lambda x: x if x.ndim > 1 else x[:, None]}, {"mask_of_rank_one"}),
+        *(
+            (case, {name: change}, {f"{name}_of_{form}", f"{name}_of_{form}_beside_groups"})
+            for case, name in ((DENSE, "mask"), (BIASED, "bias"))
+            for form, change in (
+                ("rank_three", lambda x: x[:, None] if x.ndim == 3 else x),
+                ("row_of_batch", lambda x: x.swapaxes(0, 1) if x.shape[:2] == (2, 1) else x),
+            )
+        ),
     ],
 )
 def test_what_is_taken_for_something_else_fails(

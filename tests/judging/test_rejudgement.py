@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +23,13 @@ from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS_BY_NAME, Check
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
+from conformance.executor_tasks import single_calls
 from conformance.judging import discrimination, flag_share, rejudgement, run_plan
 from conformance.judging.declarations import list_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from conformance.sandbox.kernel_process import Limits, end_all_processes
+from conformance.sandbox.sandboxed_executor import create_executor, load_sandboxed
 from conformance.truth import tolerances
 from impls.contract.implementation import Implementation
 from reports import records
@@ -145,6 +149,39 @@ def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> 
     assert found[0].verdict == FAIL
     assert FLAGS_DIFFER not in found[0].figures
     assert ("depends on earlier calls" in found[0].reason) != stays
+
+
+@pytest.mark.parametrize("edited_after", ["the first judgement", "the second judgement"])
+def test_a_kernel_that_was_edited_does_not_depend_on_earlier_calls(
+    edited_after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", " ".join(environment._build_cpu_flags()))
+    Path("kernel.py").write_text("def attention(q, k, v):\n    return 0 * q\n")
+    kernel = load_sandboxed("kernel.py:attention", None, Limits(timeout=60.0, memory=4 * 2**30))
+    executor = create_executor(kernel)
+    subject = Subject(executor, parse_case_id(FULL), tolerances.load_default_tolerances())
+    runs = itertools.count()
+
+    def edit() -> None:
+        Path("kernel.py").write_text("def attention(q, k, v):\n    return q\n")
+
+    def run(subject: Subject) -> Iterator[Judgement]:
+        """Be wrong in the first process only, as an edit in time would have it."""
+        is_first = next(runs) == 0
+        subject.executor.run(single_calls.list_returned_residuals, subject.problem)
+        yield Judgement(observable="out", verdict=FAIL if is_first else PASS, reason="wrong" if is_first else "")
+        if is_first == (edited_after == "the first judgement"):
+            edit()
+
+    check = Check("edited", CHECKS_BY_NAME["calls"].scope)
+    vars(check)["run"] = run
+    (found,) = rejudgement.Rejudger(executor).judge(check, subject, list(check.run(subject)))
+    end_all_processes()
+    assert found.verdict == FAIL
+    assert "not judged again" in found.reason
+    assert "kernel.py has changed" in found.reason
+    assert "earlier calls" not in found.reason
 
 
 @pytest.mark.usefixtures("jax_flags_matter")

@@ -11,6 +11,7 @@ from tests.bank.examination import Detection
 from tests.planted.beyond import (
     argument_bugs,
     borders,
+    call_forms,
     callers,
     combined,
     derivatives,
@@ -54,6 +55,7 @@ _MODULES = (
     further_calls,
     unseen,
     borders,
+    call_forms,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
