@@ -51,15 +51,18 @@ def _is_exact(case: Case) -> bool:
 
 
 def _choose_covering(cases: Sequence[Case], first: Sequence[Case]) -> list[Case]:
-    """Choose cases that have every coarse level between them, in training and apart from it, as in greedy set cover."""
+    """Choose cases with every coarse level, in training and apart from it, by greedy set cover; training first."""
     missing = _find_levels(cases) - _find_levels(first)
     chosen: list[Case] = []
     while missing:
-        chosen.append(
-            max(cases, key=lambda case: len(_find_levels([case]) & missing) / (1 + _count_pairs(case) / _PAIRS_PER_PROGRAM))
-        )
+        chosen.append(max(cases, key=lambda case: len(_find_levels([case]) & missing) / _estimate_cost(case)))
         missing -= _find_levels(chosen[-1:])
-    return chosen
+    return sorted(chosen, key=lambda case: case.phase != "train")
+
+
+def _estimate_cost(case: Case) -> float:
+    """Estimate the cost of a case, in units of compiling its program."""
+    return 1 + _count_pairs(case) / _PAIRS_PER_PROGRAM
 
 
 def _find_levels(cases: Sequence[Case]) -> frozenset[tuple[bool, str]]:

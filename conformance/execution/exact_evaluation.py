@@ -178,9 +178,7 @@ def _bind_widened(equation: Any, args: list[Any], params: dict[str, Any]) -> Seq
 
 
 def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    results = primitive.bind(*args, **primitive.get_bind_params(params)) if hasattr(
-        primitive, "get_bind_params"
-    ) else primitive.bind(*args, **params)
+    results = primitive.bind(*args, **primitive.get_bind_params(params))
     return results if primitive.multiple_results else [results]
 
 
@@ -222,12 +220,16 @@ def _multiply_matrices(equation: Any, args: list[Any], params: dict[str, Any]) -
 
 
 def _scan(_: Any, args: list[Any], params: dict[str, Any]) -> Sequence[Any]:
-    body, num_consts, num_carry = _evaluate_closed(params["jaxpr"]), params["num_consts"], params["num_carry"]
-    consts, init, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
+    body = _evaluate_closed(params["jaxpr"])
+    if "ft_in" in params:  # jax 0.12
+        consts, init, xs = map(list, params["ft_in"].update(args).unpack())
+    else:
+        begin, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, init, xs = args[:begin], args[begin:end], args[end:]
 
     def step(carry: Any, x: Any) -> Any:
         results = body(*consts, *carry, *x)
-        return tuple(results[:num_carry]), tuple(results[num_carry:])
+        return tuple(results[: len(init)]), tuple(results[len(init) :])
 
     carry, ys = lax.scan(
         step,

@@ -22,7 +22,7 @@ from collections.abc import Sequence, Set
 from cases.case import Case
 from cases.case_space.coarse_levels import find_coarse_levels
 from cases.case_space.novelty import Pair, find_marks, pair_marks
-from conformance.check_api.scopes import FIRST
+from conformance.check_api.scopes import EXACT, FIRST
 from conformance.check_api.subchecks import Subchecks
 from conformance.judging.job import Job
 
@@ -41,6 +41,8 @@ SMOKE_CHECKS = (
 )
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
 
+# The number of cases of which `smoke` evaluates the kernel in float64: the plainest, and one with many operands.
+_SMOKE_EXACT_CASES = 2
 # The number of programs of the grid that are judged before the calls of a user's first minute. A kernel that is plainly
 # wrong is red by one of these programs, which takes less time than those calls.
 _PROGRAMS_BEFORE_FIRST_CALLS = 4
@@ -65,7 +67,7 @@ def order_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
+    """Select the jobs of `smoke`: those that every level begins with, a few in float64, and the `SMOKE_CHECKS`."""
     first = _select_first_jobs(jobs, is_smoke=True)
     first_ids = {id(job) for job in first}
     off_grid = (
@@ -73,7 +75,8 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
         for job in jobs
         if not job.is_on_grid and id(job) not in first_ids
     )
-    return first + [job for job in off_grid if job.checks]
+    exact = [job for job in jobs if {check.scope for check in job.checks} == {EXACT}]
+    return first + exact[:_SMOKE_EXACT_CASES] + [job for job in off_grid if job.checks]
 
 
 def _select_first_jobs(jobs: Sequence[Job], *, is_smoke: bool) -> list[Job]:
