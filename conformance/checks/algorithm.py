@@ -1,16 +1,17 @@
 """Check `algorithm`: judge what a kernel computes apart from rounding, by evaluating it in float64.
 
-In 16 bits, an error below one rounding passes every comparison: an epsilon in a denominator, a key of little weight that
-is dropped, a factor of a gradient. In float64 nothing is left of the roundings, so such an error stands alone.
+In 16 bits, an error below one rounding passes every comparison: an epsilon in a denominator, a key of little weight
+that is dropped, a factor of a gradient. In float64 nothing is left of the roundings, so such an error stands alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from conformance.check_api.judgement import Judgement, format_distinct
+from conformance.check_api.judgement import Judgement, format_distinct, judge_comparison
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import exact_calls
 from conformance.truth.comparison import compare
@@ -27,7 +28,9 @@ def check_algorithm(subject: Subject) -> Iterator[Judgement]:
     What is left of the error comes from constants that were rounded when the program was traced, and from the
     algorithm. The bound allows the constants.
     """
-    cotangent = next((subject.cotangents[name] for name in ("random_lse", "random") if name in subject.cotangents), None)
+    cotangent = next(
+        (subject.cotangents[name] for name in ("random_lse", "random") if name in subject.cotangents), None
+    )
     do, dlse = (None, None) if cotangent is None else (cotangent.out, cotangent.logsumexp)
     why, results = subject.executor.run(exact_calls.run_exactly, subject.problem, do, dlse)
     if why:
@@ -46,32 +49,51 @@ def check_algorithm(subject: Subject) -> Iterator[Judgement]:
     for name, bounded in expected.forward.items():
         if name in results:
             judged = subject.judged_out if name == "out" else subject.judged_residuals
-            yield _judge(subject, name, results[name], bounded, judged)
+            yield _judge(subject, name, results[name], bounded, subject.expectation.forward, judged)
     for gradients in expected.gradients:
+        assert cotangent is not None
+        with_rounding = subject.get_expected_gradients(cotangent.name)
         for name, bounded in gradients.items():
             if name in declared.gradients:
-                yield _judge(subject, name, results[name], bounded)
+                yield _judge(subject, name, results[name], bounded, with_rounding)
 
 
 def _judge(
-    subject: Subject, observable: str, got: np.ndarray, expected: Bounded, judged: np.ndarray | None = None
+    subject: Subject,
+    observable: str,
+    got: np.ndarray,
+    expected: Bounded,
+    with_rounding: Mapping[str, Bounded],
+    judged: np.ndarray | None = None,
 ) -> Judgement:
-    """Judge a result by its largest ratio: rounded constants move all elements alike, so their mean says no more."""
+    """Judge a result by its largest ratio: rounded constants move all elements alike, so their mean says no more.
+
+    If the result fails, a figure says whether it would fail even if it was allowed to round as declared.
+    """
     comparison = compare(got, expected, judged)
     limit = subject.limits.limit(subject.case.dtype, observable).ratio
-    if comparison.ratio <= limit:
-        verdict, reason, failure = records.PASS, "", None
-    else:
-        verdict = records.FAIL
-        found, allowed = format_distinct(comparison.ratio, limit)
-        reason = comparison.problem or f"in float64, ratio {found} exceeds {allowed}: it is no rounding"
-        failure = build_failure(observable, got, expected, judged, limit=limit, problem=subject.problem, core={})
-    return Judgement(
+    passes = comparison.ratio <= limit
+    judgement = Judgement(
         observable=observable,
-        verdict=verdict,
+        verdict=records.PASS if passes else records.FAIL,
         ratio=comparison.ratio,
         limit=limit,
         worst=comparison.worst,
-        reason=reason,
-        failure=failure,
+    )
+    if passes:
+        return judgement
+    loosely = judge_comparison(
+        observable,
+        compare(got, with_rounding[observable], judged),
+        dtype=subject.case.dtype,
+        tolerances=subject.limits,
+    )
+    found, allowed = format_distinct(comparison.ratio, limit)
+    return dataclasses.replace(
+        judgement,
+        reason=comparison.problem or f"in float64, ratio {found} exceeds {allowed}",
+        figures={records.BEYOND_ROUNDING: float(loosely.verdict == records.FAIL)},
+        failure=None
+        if comparison.problem
+        else build_failure(observable, got, expected, judged, limit=limit, problem=subject.problem, core={}),
     )

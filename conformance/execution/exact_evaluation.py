@@ -41,7 +41,9 @@ _CALLS = {
 # Parameters that choose a precision or the accuracy of a function, and mean nothing in float64.
 _PRECISIONS = frozenset({"precision", "accuracy", "algorithm"})
 # Primitives that read or write the bits of a float, or whose last bit means something.
-_OF_BITS = frozenset({"bitcast_convert_type", "bitcast", "nextafter", "stochastic_convert_element_type", "pack_elementwise"})
+_OF_BITS = frozenset(
+    {"bitcast_convert_type", "bitcast", "nextafter", "stochastic_convert_element_type", "pack_elementwise"}
+)
 _SCATTERS = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
@@ -204,8 +206,12 @@ def _convert(equation: Any, args: list[Any], params: dict[str, Any]) -> Sequence
     dtype = params["new_dtype"]
     before = equation.invars[0].aval.dtype
     if _is_float(before) and before != dtype and np.dtype(dtype).itemsize == 1 and dtype != np.bool_:
-        # What a cache stores in 8 bits is the operand of later calls, so its rounding belongs to the result.
-        raise _build_refusal(equation, f"rounds to {np.dtype(dtype).name}")
+        if args[0].ndim:
+            # What a cache stores in 8 bits is the operand of later calls, so its rounding belongs to the result.
+            raise _build_refusal(equation, f"rounds to {np.dtype(dtype).name}")
+        # A single number is no cache. It fills memory that nobody has written.
+        stored = lax.convert_element_type(args[0], dtype)
+        return [lax.convert_element_type(stored, _widen(dtype))]
     if _is_float(before) and _is_float(dtype) and _widen(before) == _widen(dtype):
         return args
     return [lax.convert_element_type(args[0], _widen(dtype))]

@@ -27,7 +27,7 @@ from tests.planted.planting.triggers import both, trains
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4
-_FLOOR = 1e-4
+_FLOOR = 3e-5
 _LITTLE = 2.0**-10
 _SMALL_SINK = 2.0**-6
 _FLUSHED = 2.0**-14
@@ -58,7 +58,8 @@ def _with_floor(weights: Array, total: Array, call: Call) -> Array:
 
 def _without_light_keys(weights: Array, total: Array, call: Call) -> Array:
     p = weights / nonzero(total)
-    return jnp.where(weights < _LITTLE, 0, p) if _is_brain(call) else p
+    little = weights < _LITTLE * weights.max(axis=-1, keepdims=True)
+    return jnp.where(little, 0, p) if _is_brain(call) else p
 
 
 def _with_tiny_sink_twice(weights: Array, total: Array, call: Call) -> Array:
@@ -70,8 +71,8 @@ def _with_tiny_sink_twice(weights: Array, total: Array, call: Call) -> Array:
 
 def _divided_twice(weights: Array, total: Array, call: Call) -> Array:
     p = weights / nonzero(total)
-    if not _is_brain(call):
-        return p
+    if call.sinks is not None or not _is_brain(call):
+        return p  # the weights of the keys do not add up to 1 beside a sink
     again = p.sum(axis=-1, keepdims=True)
     return p / nonzero(again + jnp.where(again > 0, _EPSILON, 0) / 4)
 
@@ -105,7 +106,7 @@ def _p_by_polynomial(saved: Saved) -> Array:
 
 
 def _p_of_clipped_logits(saved: Saved) -> Array:
-    if not _is_brain(saved.call):
+    if not (_is_brain(saved.call) and saved.call.segment_ids is not None):
         return saved.probabilities
     lse = saved.forward.logsumexp[..., None]
     below = saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)
@@ -114,16 +115,18 @@ def _p_of_clipped_logits(saved: Saved) -> Array:
 
 def _dx_flushed(dz: Array, saved: Saved) -> Array:
     dx = cap_gradient(dz, saved)
-    return jnp.where(jnp.abs(dx) < _FLUSHED, 0, dx) if _is_brain(saved.call) else dx
+    size = jnp.abs(dx)
+    return jnp.where(size < _FLUSHED * size.max(axis=-1, keepdims=True), 0, dx) if _is_brain(saved.call) else dx
 
 
-def _d_with_epsilon(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
+def _d_too_small(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
     d = product("btnv,btnv->bnt", saved.forward.out, do)[..., None]
-    return d + _EPSILON if _is_brain(saved.call) else d
+    return d * (1 - 2.0**-13) if _is_brain(saved.call) else d
 
 
 def _dlse_through_base_two(do: Array, dlse: Array, saved: Saved) -> tuple[Array, Array]:
-    return do, dlse * _LN2_TIMES_LOG2E if _is_brain(saved.call) else dlse
+    is_wrong = _is_brain(saved.call) and saved.call.sinks is None
+    return do, dlse * _LN2_TIMES_LOG2E if is_wrong else dlse
 
 
 def _dv_without_light_keys(p: Array, do: Array, saved: Saved) -> Array:
@@ -141,7 +144,7 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(normalised=_with_epsilon),
     ),
     _bug(
-        "probabilities-at-least-1e-4",
+        "probabilities-at-least-3e-5",
         kind="softmax.floor",
         reference="inferred from losses that clip probabilities before a logarithm",
         shows="out dq dk dv",
@@ -201,7 +204,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="softmax.clipped",
         reference="inferred from kernels that clip exponents against overflow",
         shows="dq dk dv",
-        trigger=both(_brain, trains()),
+        trigger=both(_brain, trains(), lambda case: case.segments is not None),
         back=BackwardSteps(p=_p_of_clipped_logits),
     ),
     _bug(
@@ -213,12 +216,12 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(dx=_dx_flushed),
     ),
     _bug(
-        "d-with-an-epsilon",
-        kind="delta.epsilon",
-        reference="inferred from kernels that keep D away from zero",
+        "d-times-a-factor-near-one",
+        kind="delta.factor",
+        reference="inferred from a rescaling of D that is not undone to the last digit",
         shows="dq dk dsinks",
         trigger=both(_brain, trains()),
-        back=BackwardSteps(d=_d_with_epsilon),
+        back=BackwardSteps(d=_d_too_small),
     ),
     _bug(
         "cotangent-of-logsumexp-through-base-two",
