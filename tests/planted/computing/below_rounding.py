@@ -95,7 +95,7 @@ def _p_by_rounded_base(saved: Saved) -> Array:
 
 def _p_by_polynomial(saved: Saved) -> Array:
     """Split powers of 2 into an integer and a fraction, whose power is a polynomial of degree 3."""
-    if not (_is_brain(saved.call) and saved.call.segment_ids is not None):
+    if not (_is_brain(saved.call) and saved.call.soft_cap is not None):
         return saved.probabilities
     lse = saved.forward.logsumexp[..., None]
     power = jnp.maximum(saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0), -80.0) * 1.44269504
@@ -196,7 +196,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="softmax.polynomial",
         reference="inferred from FlashAttention-4, which computes some powers of 2 by a polynomial",
         shows="dq dk dv",
-        trigger=both(_brain, trains(), lambda case: case.segments is not None),
+        trigger=both(_brain, trains("soft_cap")),
         back=BackwardSteps(p=_p_by_polynomial),
     ),
     _bug(
