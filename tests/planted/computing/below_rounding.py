@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,20 +17,20 @@ from tests.planted.planting.plain import (
     Call,
     PlainSteps,
     Saved,
-    cap_gradient,
     nonzero,
     planted,
     product,
+    sink_gradients,
+    sum_of_group,
+    sum_to_shape,
 )
-from tests.planted.planting.triggers import both, trains
+from tests.planted.planting.triggers import both, grouped, trains
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4
-_FLOOR = 3e-5
-_LITTLE = 2.0**-10
+_LITTLE = 2.0**-14
 _SMALL_SINK = 2.0**-6
-_FLUSHED = 2.0**-14
-_CLIPPED = -8.0
+_NEARLY_ONE = 1 - 2.0**-15
 _LOG2E_OF_FOUR_DIGITS = 1.443
 _LN2_TIMES_LOG2E = 0.6931 * 1.4427
 
@@ -44,6 +43,10 @@ def _is_brain(call: Call) -> bool:
     return call.q.dtype == jnp.bfloat16
 
 
+def _is_capped(call: Call) -> bool:
+    return _is_brain(call) and call.soft_cap is not None
+
+
 # The forward pass.
 
 
@@ -51,18 +54,13 @@ def _with_epsilon(weights: Array, total: Array, call: Call) -> Array:
     return weights / nonzero(total + _EPSILON if _is_brain(call) else total)
 
 
-def _with_floor(weights: Array, total: Array, call: Call) -> Array:
-    p = weights / nonzero(total)
-    return jnp.where(call.allowed & (total > 0), jnp.maximum(p, _FLOOR), p) if _is_brain(call) else p
-
-
 def _without_light_keys(weights: Array, total: Array, call: Call) -> Array:
     p = weights / nonzero(total)
     little = weights < _LITTLE * weights.max(axis=-1, keepdims=True)
-    return jnp.where(little, 0, p) if _is_brain(call) else p
+    return jnp.where(little, 0, p) if _is_brain(call) and call.segment_ids is not None else p
 
 
-def _with_tiny_sink_twice(weights: Array, total: Array, call: Call) -> Array:
+def _with_small_sink_twice(weights: Array, total: Array, call: Call) -> Array:
     if call.sinks is not None and _is_brain(call):
         sink = total - weights.sum(axis=-1, keepdims=True)
         total = total + jnp.where(sink < _SMALL_SINK * total, sink, 0)
@@ -77,46 +75,43 @@ def _divided_twice(weights: Array, total: Array, call: Call) -> Array:
     return p / nonzero(again + jnp.where(again > 0, _EPSILON, 0) / 4)
 
 
+def _rescaled(weights: Array, total: Array, call: Call) -> Array:
+    p = weights / nonzero(total)
+    return p / _NEARLY_ONE if _is_brain(call) else p
+
+
 # The backward pass.
 
 
 def _dq_of_a_cap(dx: Array, saved: Saved) -> Array:
     dq = saved.scale * product("bnts,bsnh->btnh", dx, saved.forward.k)
-    capped = saved.call.soft_cap is not None and _is_brain(saved.call)
-    return dq * (1 - 2.0**-11) if capped else dq
+    return dq * (1 - 2.0**-11) if _is_capped(saved.call) else dq
+
+
+def _below_logsumexp(saved: Saved) -> Array:
+    lse = saved.forward.logsumexp[..., None]
+    return saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)
 
 
 def _p_by_rounded_base(saved: Saved) -> Array:
-    if not (_is_brain(saved.call) and saved.call.soft_cap is not None):
+    if not _is_capped(saved.call):
         return saved.probabilities
-    lse = saved.forward.logsumexp[..., None]
-    return jnp.exp2(_LOG2E_OF_FOUR_DIGITS * (saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)))
+    return jnp.exp2(_LOG2E_OF_FOUR_DIGITS * _below_logsumexp(saved))
 
 
 def _p_by_polynomial(saved: Saved) -> Array:
     """Split powers of 2 into an integer and a fraction, whose power is a polynomial of degree 3."""
-    if not (_is_brain(saved.call) and saved.call.soft_cap is not None):
+    if not _is_capped(saved.call):
         return saved.probabilities
-    lse = saved.forward.logsumexp[..., None]
-    power = jnp.maximum(saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0), -80.0) * 1.44269504
+    power = jnp.maximum(_below_logsumexp(saved), -80.0) * 1.44269504
     whole = jnp.floor(power)
     part = power - whole
     fraction = 1 + part * (0.6951786 + part * (0.2276957 + part * 0.0771257))
     return jnp.where(saved.call.allowed, jnp.exp2(whole) * fraction, 0)
 
 
-def _p_of_clipped_logits(saved: Saved) -> Array:
-    if not (_is_brain(saved.call) and saved.call.segment_ids is not None):
-        return saved.probabilities
-    lse = saved.forward.logsumexp[..., None]
-    below = saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)
-    return jnp.where(saved.call.allowed, jnp.exp(jnp.maximum(below, _CLIPPED)), 0)
-
-
-def _dx_flushed(dz: Array, saved: Saved) -> Array:
-    dx = cap_gradient(dz, saved)
-    size = jnp.abs(dx)
-    return jnp.where(size < _FLUSHED * size.max(axis=-1, keepdims=True), 0, dx) if _is_brain(saved.call) else dx
+def _p_with_epsilon(saved: Saved) -> Array:
+    return saved.probabilities * _NEARLY_ONE if _is_brain(saved.call) else saved.probabilities
 
 
 def _d_too_small(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
@@ -129,9 +124,20 @@ def _dlse_through_base_two(do: Array, dlse: Array, saved: Saved) -> tuple[Array,
     return do, dlse * _LN2_TIMES_LOG2E if is_wrong else dlse
 
 
-def _dv_without_light_keys(p: Array, do: Array, saved: Saved) -> Array:
-    kept: Any = jnp.where(p < _FLUSHED, 0, p) if _is_brain(saved.call) else p
-    return product("bnts,btnv->bsnv", kept.astype(do.dtype), do)
+def _mean_of_group(dk: Array, saved: Saved) -> Array:
+    """Sum over the heads of a group as a mean that is multiplied by a rounded number of heads."""
+    total = sum_of_group(dk, saved)
+    return total * _NEARLY_ONE if saved.call.group > 1 and _is_brain(saved.call) else total
+
+
+def _dsinks_of_smaller_d(d: Array, dlse: Array, saved: Saved) -> Array:
+    return sink_gradients(d * (1 - 2.0**-10) if _is_brain(saved.call) else d, dlse, saved)
+
+
+def _dbias_too_small(dx: Array, dz: Array, saved: Saved) -> Array:
+    assert saved.call.bias is not None
+    total = sum_to_shape(dx, saved.call.bias.shape)
+    return total * _NEARLY_ONE if _is_brain(saved.call) else total
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -144,28 +150,21 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(normalised=_with_epsilon),
     ),
     _bug(
-        "probabilities-at-least-3e-5",
-        kind="softmax.floor",
-        reference="inferred from losses that clip probabilities before a logarithm",
-        shows="out dq dk dv",
-        trigger=_brain,
-        steps=PlainSteps(normalised=_with_floor),
-    ),
-    _bug(
-        "keys-of-little-weight-dropped",
+        "keys-of-weight-below-1e-4-dropped",
         kind="softmax.skipped",
         reference="inferred from kernels that skip blocks whose weights are below a threshold",
-        shows="out dq dk dv",
-        trigger=_brain,
+        shows="out",
+        trigger=both(_brain, lambda case: case.segments is not None),
         steps=PlainSteps(normalised=_without_light_keys),
+        back=BackwardSteps(),
     ),
     _bug(
-        "tiny-sink-counted-twice",
+        "small-sink-counted-twice",
         kind="sink.twice",
         reference="inferred from sinks that are part of the first block and of the epilogue",
         shows="out dq dk dv",
         trigger=both(_brain, lambda case: case.sinks is not None),
-        steps=PlainSteps(normalised=_with_tiny_sink_twice),
+        steps=PlainSteps(normalised=_with_small_sink_twice),
     ),
     _bug(
         "weights-normalised-again-with-an-epsilon",
@@ -174,6 +173,14 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out dq dk dv",
         trigger=_brain,
         steps=PlainSteps(normalised=_divided_twice),
+    ),
+    _bug(
+        "weights-rescaled-for-a-dropout-of-little",
+        kind="softmax.factor",
+        reference="inferred from dropout, which divides by the share that is kept",
+        shows="out dq dk dv",
+        trigger=_brain,
+        steps=PlainSteps(normalised=_rescaled),
     ),
     _bug(
         "dq-of-a-cap-times-a-factor-near-one",
@@ -186,7 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "log2e-of-four-digits-in-backward",
         kind="softmax.log2e",
-        reference="inferred from jax PR 24114, where log2(e) is rounded to bf16",
+        reference="inferred from jax issue 24047, where a constant has the dtype of the operands",
         shows="dq dk dv",
         trigger=both(_brain, trains("soft_cap")),
         back=BackwardSteps(p=_p_by_rounded_base),
@@ -200,20 +207,12 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(p=_p_by_polynomial),
     ),
     _bug(
-        "exponents-clipped-in-backward",
-        kind="softmax.clipped",
-        reference="inferred from kernels that clip exponents against overflow",
+        "weights-times-a-factor-near-one-in-backward",
+        kind="gradient.factor",
+        reference="inferred from an epsilon that is added to logsumexp for the backward pass alone",
         shows="dq dk dv",
-        trigger=both(_brain, trains(), lambda case: case.segments is not None),
-        back=BackwardSteps(p=_p_of_clipped_logits),
-    ),
-    _bug(
-        "small-gradients-of-logits-flushed",
-        kind="gradient.flushed",
-        reference="inferred from backward passes in f16, which flush gradients of logits",
-        shows="dq dk",
         trigger=both(_brain, trains()),
-        back=BackwardSteps(dx=_dx_flushed),
+        back=BackwardSteps(p=_p_with_epsilon),
     ),
     _bug(
         "d-times-a-factor-near-one",
@@ -227,16 +226,32 @@ BUGS: tuple[PlantedBug, ...] = (
         "cotangent-of-logsumexp-through-base-two",
         kind="lse.constants",
         reference="inferred from kernels that keep logsumexp in base 2, with constants of four digits",
-        shows="dq dk dsinks",
-        trigger=both(_brain, trains()),
+        shows="dq dk",
+        trigger=both(_brain, trains(), lambda case: case.sinks is None),
         back=BackwardSteps(cotangents=_dlse_through_base_two),
     ),
     _bug(
-        "dv-without-keys-of-little-weight",
-        kind="softmax.skipped",
-        reference="inferred from backward passes that skip pairs whose weights are below a threshold",
-        shows="dv",
-        trigger=both(_brain, trains()),
-        back=BackwardSteps(dv=_dv_without_light_keys),
+        "dk-of-a-group-times-a-factor-near-one",
+        kind="gradient.factor",
+        reference="inferred from a mean over the heads of a group that is multiplied by their number",
+        shows="dk",
+        trigger=both(_brain, trains(), grouped),
+        back=BackwardSteps(sum_dk=_mean_of_group),
+    ),
+    _bug(
+        "d-of-sinks-times-a-factor-near-one",
+        kind="delta.factor",
+        reference="inferred from a D that is computed again for the gradient of sinks",
+        shows="dsinks",
+        trigger=both(_brain, trains("sinks")),
+        back=BackwardSteps(dsinks=_dsinks_of_smaller_d),
+    ),
+    _bug(
+        "dbias-times-a-factor-near-one",
+        kind="gradient.factor",
+        reference="inferred from constants of a backward pass that were typed twice",
+        shows="dbias",
+        trigger=both(_brain, trains("bias")),
+        back=BackwardSteps(dbias=_dbias_too_small),
     ),
 )
