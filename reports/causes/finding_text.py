@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
+    ALGORITHM,
     BEHIND_MASK,
     CHECK,
     FORWARD,
@@ -393,6 +394,8 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == GRADIENTS:
         wrong = f"{_join_words(results)} {_choose_verb(results)} wrong"
         return wrong if len(results) < 4 else "the gradients are wrong"
+    if finding.checks == (ALGORITHM,):
+        return f"{_join_words(results)} {_choose_verb(results)} wrong in exact arithmetic"
     subchecks = _list_subchecks(finding)
     if finding.checks == ("poison",) and subchecks == ["visible"]:
         return "NaN in a key that queries attend to becomes finite numbers in their rows"

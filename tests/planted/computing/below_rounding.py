@@ -28,7 +28,7 @@ from tests.planted.planting.triggers import both, grouped, trains
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4
-_LITTLE = 2.0**-14
+_LITTLE = 2.0**-16
 _SMALL_SINK = 2.0**-6
 _NEARLY_ONE = 1 - 2.0**-15
 _LOG2E_OF_FOUR_DIGITS = 1.443
@@ -150,7 +150,7 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(normalised=_with_epsilon),
     ),
     _bug(
-        "keys-of-weight-below-1e-4-dropped",
+        "keys-of-weight-below-2e-5-dropped",
         kind="softmax.skipped",
         reference="inferred from kernels that skip blocks whose weights are below a threshold",
         shows="out",
@@ -193,7 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "log2e-of-four-digits-in-backward",
         kind="softmax.log2e",
-        reference="inferred from jax issue 24047, where a constant has the dtype of the operands",
+        reference="inferred from splash attention of tokamax, whose log2(e) is rounded",
         shows="dq dk dv",
         trigger=both(_brain, trains("soft_cap")),
         back=BackwardSteps(p=_p_by_rounded_base),
