@@ -28,7 +28,6 @@ from tests.planted.planting.triggers import both, grouped, trains
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4
-_LITTLE = 2.0**-16
 _SMALL_SINK = 2.0**-6
 _NEARLY_ONE = 1 - 2.0**-15
 _LOG2E_OF_FOUR_DIGITS = 1.443
@@ -52,12 +51,6 @@ def _is_capped(call: Call) -> bool:
 
 def _with_epsilon(weights: Array, total: Array, call: Call) -> Array:
     return weights / nonzero(total + _EPSILON if _is_brain(call) else total)
-
-
-def _without_light_keys(weights: Array, total: Array, call: Call) -> Array:
-    p = weights / nonzero(total)
-    little = weights < _LITTLE * weights.max(axis=-1, keepdims=True)
-    return jnp.where(little, 0, p) if _is_brain(call) and call.segment_ids is not None else p
 
 
 def _with_small_sink_twice(weights: Array, total: Array, call: Call) -> Array:
@@ -148,15 +141,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out dq dk dv",
         trigger=_brain,
         steps=PlainSteps(normalised=_with_epsilon),
-    ),
-    _bug(
-        "keys-of-weight-below-2e-5-dropped",
-        kind="softmax.skipped",
-        reference="inferred from kernels that skip blocks whose weights are below a threshold",
-        shows="out",
-        trigger=both(_brain, lambda case: case.segments is not None),
-        steps=PlainSteps(normalised=_without_light_keys),
-        back=BackwardSteps(),
     ),
     _bug(
         "small-sink-counted-twice",
