@@ -1,8 +1,8 @@
 """Choose the cases of the check `algorithm`, which evaluates a kernel in float64.
 
 The kernel's code depends on dtype, sizes, mask and operands, and not on values. So one case for each compiled program
-is enough. At `quick`, a few programs have every coarse level between them: in each 16-bit dtype, once in training and once
-apart from it.
+is enough. At `quick`, a few programs have every coarse level between them: in each 16-bit dtype, once in training and
+once apart from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_exact(case: Case) -> bool:
 
 
 def _choose_covering(cases: Sequence[Case], first: Sequence[Case]) -> list[Case]:
-    """Choose cases with every coarse level, in each dtype and in training or not, by greedy set cover; training first."""
+    """Choose cases with every coarse level, in each dtype, in training and not, by greedy set cover; training first."""
     missing = _find_levels(cases) - _find_levels(first)
     chosen: list[Case] = []
     while missing:

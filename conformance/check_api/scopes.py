@@ -215,8 +215,8 @@ ENSEMBLE = _build_scope(
 )
 EXACT = _build_scope(
     "exact",
-    "the plainest case in bf16 and in f32, and cases that have every property of a case between them, in bf16 and in f16; "
-    "beyond quick one for each compiled program of 16-bit operands",
+    "the plainest case in bf16 and in f32, and cases that have every property of a case between them, in bf16 and in "
+    "f16; beyond quick one for each compiled program of 16-bit operands",
     lambda grids: select_algorithm_cases(
         [case for grid in grids.all_grids for case in grid.cases],
         grids.grid.singles,

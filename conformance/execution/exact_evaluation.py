@@ -272,10 +272,10 @@ def _choose(_: Any, args: list[Any], params: dict[str, Any]) -> Sequence[Any]:
 
 def _map_over_shards(equation: Any, args: list[Any], params: dict[str, Any]) -> Sequence[Any]:
     names = inspect.signature(jax.shard_map).parameters
-    options = {name: params[name] for name in ("mesh", "check_vma") if name in params and name in names}
+    options: dict[str, Any] = {name: params[name] for name in ("mesh", "check_vma") if name in params and name in names}
     if "manual_axes" in params:
         options["axis_names"] = set(params["manual_axes"])
-    mapped = jax.shard_map(
+    mapped: Any = jax.shard_map(
         lambda *xs: tuple(_evaluate_closed(params["jaxpr"])(*xs)),
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),

@@ -29,7 +29,7 @@ def attend(weigh: Callable[[Any], Any], q: Any, k: Any, v: Any, causal: bool) ->
     k, v = (jnp.repeat(x.astype(jnp.float32), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k, precision="highest") * q.shape[-1] ** -0.5
     if causal:
-        logits = jnp.where(jnp.tri(*logits.shape[-2:], dtype=bool), logits, -jnp.inf)
+        logits = jnp.where(jnp.tri(logits.shape[-2], logits.shape[-1], dtype=bool), logits, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", weigh(logits), v, precision="highest").astype(q.dtype)
 
 
