@@ -96,11 +96,11 @@ def _p_by_polynomial(saved: Saved) -> Array:
     """Split powers of 2 into an integer and a fraction, whose power is a polynomial of degree 3."""
     if not _is_capped(saved.call):
         return saved.probabilities
-    power = jnp.maximum(_below_logsumexp(saved), -80.0) * 1.44269504
+    power = jnp.maximum(_below_logsumexp(saved) * 1.44269504, -127.0)
     whole = jnp.floor(power)
     part = power - whole
     fraction = 1 + part * (0.6951786 + part * (0.2276957 + part * 0.0771257))
-    return jnp.where(saved.call.allowed, jnp.exp2(whole) * fraction, 0)
+    return jnp.where(power > -126, jnp.exp2(whole) * fraction, 0)
 
 
 def _p_with_epsilon(saved: Saved) -> Array:
