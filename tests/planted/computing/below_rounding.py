@@ -28,7 +28,7 @@ from tests.planted.planting.triggers import both, grouped, trains
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4
-_SMALL_SINK = 2.0**-8
+_SMALL_SINK = 2.0**-6
 _NEARLY_ONE = 1 - 2.0**-15
 _LOG2E_OF_FOUR_DIGITS = 1.443
 _LN2_TIMES_LOG2E = 0.6931 * 1.4427
