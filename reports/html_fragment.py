@@ -15,7 +15,7 @@ from reports.text_format import GLYPHS
 
 MAX_FINDINGS = 8
 MAX_IMPLEMENTATIONS = 12
-MAX_LINES = 8
+MAX_LINES = 9
 """Lines of a finding, beside its title and its command."""
 MAX_LENGTH = 300
 """Characters of a line; those of a command are all shown, up to `MAX_COMMAND`."""

@@ -36,7 +36,7 @@ from reports.text_format import (
 from reports.unreached_branches import BRANCHES
 
 MAX_FINDINGS = 10
-MAX_LINES = 8
+MAX_LINES = 9
 """The most lines printed for a finding, not counting its title and its command."""
 _MAX_WIDTH = 400
 _MAX_REASON = 300

@@ -14,6 +14,7 @@ from typing import Any
 
 from cases import feature_model, size_model
 from cases.accelerator_cases import select_compiled_cases, select_interpreted_cases
+from cases.algorithm_cases import select_algorithm_cases
 from cases.case import Case
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
@@ -219,6 +220,20 @@ ENSEMBLE = _build_scope(
     "stored in pages, packs, rings and latents",
     lambda grids: select_ensemble_cases(grids.seed, grids.implementation.supports),
 )
+EXACT = _build_scope(
+    "exact",
+    "the plainest case in bf16 and in f32, and cases that have every property of a case between them, in bf16 and in "
+    "f16; beyond quick one for each compiled program of 16-bit operands",
+    lambda grids: select_algorithm_cases(
+        [case for grid in grids.all_grids for case in grid.cases],
+        grids.grid.singles,
+        grids.implementation.supports,
+        every_program=grids.level != "quick",
+    ),
+    accepts_any_case=_accept_any,
+    short=True,
+    seeded=False,
+)
 INTERPRETED = _build_scope(
     "interpreted",
     "two cases of TPU kernels, one of Mosaic GPU kernels",
@@ -250,5 +265,8 @@ FEATURE = _build_scope(
     short=True,
 )
 
-SCOPES = (GRID, FIRST, SEARCHED, COMBINED, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
+SCOPES = (
+    *(GRID, FIRST, SEARCHED, EXACT, COMBINED, BASE, DECODED),
+    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
+)
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

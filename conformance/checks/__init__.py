@@ -20,6 +20,7 @@ from conformance.check_api.scopes import (
     DECLINED,
     DECODED,
     ENSEMBLE,
+    EXACT,
     FEATURE,
     FIRST,
     FRONT,
@@ -90,6 +91,7 @@ CHECKS: tuple[Check, ...] = (
     Check("front_end", FRONT),
     Check("decoding", DECODED),
     Check("ensemble", ENSEMBLE),
+    Check("algorithm", EXACT),
     Check("interpreter", INTERPRETED),
     Check("compiles", COMPILED, compares=False),
 )

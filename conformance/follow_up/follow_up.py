@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
-from conformance.follow_up import bug_diagnosis, confirmation, declaration_trials
+from conformance.follow_up import bug_diagnosis, confirmation, declaration_trials, exact_probes
 from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
@@ -65,6 +65,7 @@ def follow_up(
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
         confirmation.confirm_findings(journal, implementations, allowance, confirming, say)
         if seconds:
+            exact_probes.evaluate_findings(journal, implementations, allowance)
             left = seconds - (time.monotonic() - started)
             declaration_trials.try_declarations(journal, implementations, allowance, left, say)
         if not journal.recorded.probes and allowance.declined:

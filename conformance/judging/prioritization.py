@@ -24,7 +24,7 @@ from collections.abc import Sequence, Set
 from cases.case import Case
 from cases.case_space.coarse_levels import find_coarse_levels
 from cases.case_space.novelty import Pair, find_marks, pair_marks
-from conformance.check_api.scopes import FIRST
+from conformance.check_api.scopes import EXACT, FIRST
 from conformance.check_api.subchecks import Subchecks
 from conformance.checks import Check
 from conformance.judging.job import Job
@@ -49,6 +49,8 @@ SMOKE_CHECKS = (
 # has one query over a cache, which shows sums rounded from block to block, truncated results and rounded splits.
 _MOST_SMOKE_CASES = {"front_end": 2, "ensemble": 1}
 
+# The number of cases of which `smoke` evaluates the kernel in float64: the plainest, and one with many operands.
+_SMOKE_EXACT_CASES = 2
 # The number of programs of the grid that are judged before the calls of a user's first minute. A kernel that is plainly
 # wrong is red by one of these programs, which takes less time than those calls.
 _PROGRAMS_BEFORE_FIRST_CALLS = 4
@@ -73,7 +75,7 @@ def order_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
+    """Select the jobs of `smoke`: those that every level begins with, a few in float64, and the `SMOKE_CHECKS`."""
     first = _select_first_jobs(jobs, is_smoke=True)
     first_ids = {id(job) for job in first}
     taken: collections.Counter[tuple[str, int]] = collections.Counter()  # cases of each check and seed
@@ -90,7 +92,8 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
         for job in jobs
         if not job.is_on_grid and id(job) not in first_ids
     )
-    return first + [job for job in off_grid if job.checks]
+    exact = [job for job in jobs if {check.scope for check in job.checks} == {EXACT}]
+    return first + exact[:_SMOKE_EXACT_CASES] + [job for job in off_grid if job.checks]
 
 
 def split_to_fail_fast(jobs: Sequence[Job]) -> list[tuple[Job, Job]]:

@@ -76,6 +76,40 @@ class Roundoff:
             tiny=_TINY[dtype],
         )
 
+    @classmethod
+    def of_constants(cls, arithmetic: Arithmetic, problem: Problem) -> Roundoff:
+        """Return the roundoffs of an evaluation in float64, where only constants of the program are rounded.
+
+        Such constants are a kernel's `log2(e)`, its soft cap and the inverse of it, and their products with the scale.
+        Each was rounded once, when the program was traced: to f32, or to the operands' dtype where the declared
+        arithmetic has values of that dtype. Each multiplies values that belong to one of the fields below. All other
+        steps round nothing. docs/numerics.md derives which constant meets which step.
+        """
+        declared = cls.of(arithmetic, problem)
+        narrow = UNIT_ROUNDOFF[get_dtype_name(problem.q.dtype)]
+        in_softmax = narrow if arithmetic.softmax == "input" else U
+        return cls(
+            products=0.0,
+            coarse=0.0,
+            logits=0.0,
+            softmax=0.0,
+            group_sums=0.0,
+            block_sums=0.0,
+            block=None,
+            probabilities=0.0,
+            scaled_q=declared.scaled_q,
+            residuals=declared.residuals,
+            out=U,
+            bias=U,
+            cache=declared.cache,
+            tiny=_TINY["f32"],
+            depth=max(in_softmax, declared.logits),
+            exponent=max(in_softmax, declared.logits),
+            cap=max(in_softmax, declared.logits),
+            sums=0.0,
+            backward=in_softmax,
+        )
+
     def gamma(self, terms: int) -> float:
         """Bound the relative error of a sum of `terms` terms, with the roundoff of `sums`."""
         return self.sums * compute_walk_steps(terms)

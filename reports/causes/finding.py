@@ -25,10 +25,14 @@ RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "check",
     "unexpected pass",
 )
+ROUNDS_TOO_MUCH, WRONG_EXACTLY = "rounds too much", "wrong in exact arithmetic"
+"""What float64 shows of a wrong result: it is right there, or it is wrong there by more than rounding explains."""
 KINDS = (RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
 """The kinds of findings, in order: failures of a later kind may follow from a cause of an earlier kind."""
 
 OUT = ("forward/out", "residuals/out", "primal/out", "primal/out_with_residuals")
+ALGORITHM = "algorithm"
+"""The check that evaluates a kernel in float64, where nothing rounds."""
 STATISTICS = "ensemble"
 """The check that judges results by statistics over many elements, so that it notices slight errors first."""
 PLAIN_CALL = (
@@ -85,6 +89,8 @@ class Finding:
         An entry is empty if no such case is known; the tuple is empty if none is known for any level.
       passes: the id of a plain case that has all the levels and passes; empty if there is none. Such a case shows that
         the levels are not sufficient to make a case fail.
+      in_float64: what the result of `smallest` is if every float is float64: `ROUNDS_TOO_MUCH`, `WRONG_EXACTLY`, or
+        empty if it was not evaluated so.
     """
 
     implementation: JudgedImplementation
@@ -100,6 +106,7 @@ class Finding:
     smallest: Record
     without: tuple[str, ...] = ()
     passes: str = ""
+    in_float64: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

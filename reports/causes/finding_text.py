@@ -10,14 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
+    ALGORITHM,
     BEHIND_MASK,
     CHECK,
     FORWARD,
     GRADIENTS,
     RAISES,
+    ROUNDS_TOO_MUCH,
     STATISTICS,
     UNEXPECTED,
     UNREPEATABLE,
+    WRONG_EXACTLY,
     Finding,
     Share,
     find_raising_line,
@@ -38,6 +41,10 @@ _MAX_MESSAGE = 120  # the most characters of an exception's message in a title
 _SAME_NUMBERS = 0.97  # a bug of this similarity is wrong by the same numbers, except for rounding
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
+_EXACTNESS = {
+    ROUNDS_TOO_MUCH: "the algorithm is right, it rounds too much: in float64 this case is within its bound",
+    WRONG_EXACTLY: "wrong also in exact arithmetic: in float64 this case is beyond its bound",
+}
 _SUBCHECK_WORDS = {"x64": "with jax_enable_x64"}  # names that say too little by themselves
 _SIZE_LETTERS = {
     "batch": "B=",
@@ -164,6 +171,7 @@ def list_facts(finding: Finding, *, is_declarable: bool = False) -> list[str]:
             format_shares(finding),
             format_alternatives(finding),
             format_confirmation(finding),
+            format_exactness(finding),
             format_explained(finding),
             "" if is_declarable else format_refusal(finding),
         ]
@@ -251,6 +259,11 @@ def format_confirmation(finding: Finding) -> str:
     if finding.passes and finding.levels:
         return f"needs more than that: {finding.passes} has the same features, and passes"
     return ""
+
+
+def format_exactness(finding: Finding) -> str:
+    """Format whether the plainest case is wrong in exact arithmetic too; empty if that is unknown."""
+    return _EXACTNESS.get(finding.in_float64, "")
 
 
 def format_explained(finding: Finding) -> str:
@@ -382,6 +395,8 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == GRADIENTS:
         wrong = f"{_join_words(results)} {_choose_verb(results)} wrong"
         return wrong if len(results) < 4 else "the gradients are wrong"
+    if finding.checks == (ALGORITHM,):
+        return f"{_join_words(results)} {_choose_verb(results)} wrong in exact arithmetic"
     subchecks = _list_subchecks(finding)
     if finding.checks == ("poison",) and subchecks == ["visible"]:
         return "NaN in a key that queries attend to becomes finite numbers in their rows"

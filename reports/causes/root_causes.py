@@ -17,6 +17,7 @@ from reports.causes import fault_location
 from reports.causes.case_levels import Level, find_levels, rank_plainness
 from reports.causes.fault_location import Candidate, Combination, Signal
 from reports.causes.finding import (
+    ALGORITHM,
     BEHIND_MASK,
     CHECK,
     FORWARD,
@@ -25,9 +26,11 @@ from reports.causes.finding import (
     OUT,
     PLAIN_CALL,
     RAISES,
+    ROUNDS_TOO_MUCH,
     STATISTICS,
     UNEXPECTED,
     UNREPEATABLE,
+    WRONG_EXACTLY,
     Finding,
     Share,
     classify_record,
@@ -41,7 +44,7 @@ from reports.causes.finding import (
 )
 from reports.causes.nearest_passing import find_nearest_passing, find_needed_levels
 from reports.record_groups import JudgedImplementation, group_by_implementation
-from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
+from reports.records import BEYOND_ROUNDING, ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}
@@ -92,7 +95,11 @@ class _Evidence:
     ) -> None:
         self._implementation = implementation
         self._red = [record for record in records if record.verdict in RED]
-        self._judged = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
+        # What a probe finds in float64 says what a fault is, and not where it is.
+        located = (*records, *(record for record in probes if record.check != ALGORITHM))
+        self._judged = [record for record in located if record.verdict in (PASS, FAIL, ERROR)]
+        evaluated = [record for record in (*records, *probes) if record.check == ALGORITHM]
+        self._in_float64 = {(r.case, r.observable): r for r in evaluated if r.verdict in (PASS, FAIL)}
         self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._judged))}
         self._harmless_cotangents = self._find_harmless_cotangents()
         self._signals = self._gather_signals(self._judged)
@@ -238,7 +245,18 @@ class _Evidence:
                     left.setdefault(_name_unexplained(record), []).append(record)
         made = [self._build_finding(self._roots[place], found) for place, found in explained.items()]
         made += [self._build_unexplained(kind, found) for (kind, _), found in left.items()]
+        made = [dataclasses.replace(finding, in_float64=self._find_exactness(finding)) for finding in made]
         return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
+
+    def _find_exactness(self, finding: Finding) -> str:
+        """Find what the wrong result of the plainest case is in float64; empty if that was not evaluated."""
+        wrong = finding.smallest
+        result = get_result(wrong.observable).removesuffix("_with_residuals")
+        exact = self._in_float64.get((wrong.case, result))
+        if finding.kind not in (FORWARD, GRADIENTS) or wrong.verdict != FAIL or wrong.worst is None or exact is None:
+            return ""
+        is_wrong = exact.verdict == FAIL and exact.figures.get(BEYOND_ROUNDING, 1.0)
+        return WRONG_EXACTLY if is_wrong else ROUNDS_TOO_MUCH
 
     def _find_root(self, record: Record) -> int | None:
         """Find the root cause of a red record, as an index into `_roots`; None if no cause explains the record.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from reports.records.error_map import MAX_CELLS, ErrorMap
 from reports.records.record import (
+    BEYOND_ROUNDING,
     DECLARATIONS_TRIED,
     DEFAULT_PRECISION,
     EARLY_END,

@@ -42,6 +42,8 @@ REFUSED_PRECISION = "refused_precision"
 """Name of a figure, always 1: this platform refuses the precision that a product requests, so nothing was judged."""
 DEFAULT_PRECISION = "default_precision"
 """Name of a figure, always 1: f32 products are declared exact, and none of them requests the precision of f32."""
+BEYOND_ROUNDING = "beyond_rounding"
+"""Name of a figure of the check `algorithm`: 1 if a result is wrong in float64 by more than rounding may explain."""
 EARLY_END = "early_end"
 """What a record names in place of a check to say that the jobs of its implementation ended early."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})

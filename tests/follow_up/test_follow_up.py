@@ -9,7 +9,7 @@ import pytest
 
 from cases.case_id import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
-from conformance.follow_up import follow_up
+from conformance.follow_up import exact_probes, follow_up
 from conformance.follow_up.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
@@ -17,7 +17,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_options import KernelOptions
 from impls.contract.implementation import Implementation
-from reports.records import FAIL, PASS, Record, Run
+from reports.records import BEYOND_ROUNDING, FAIL, PASS, Record, Run
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
@@ -74,6 +74,18 @@ def test_a_run_confirms_what_it_found_without_being_told_to(slow: Implementation
     journal, _ = judged(quick, runner)
     follow_up.follow_up(journal, [quick], runner, follow_up.FollowUpSeconds(), spent=3000.0, say=print)
     assert {record.verdict for record in journal.recorded.probes} >= {PASS, FAIL}
+
+
+def test_the_plainest_case_of_a_finding_is_evaluated_in_float64(slow: Implementation) -> None:
+    quick, runner = KernelOptions().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
+    journal, _ = judged(quick, runner)
+    exact_probes.evaluate_findings(journal, [quick], ProbeBudget(runner, 60.0))
+    found = {record.observable: record for record in journal.recorded.probes}
+    assert {record.case for record in found.values()} == {CAUSAL.format("sinks/")}
+    assert (found["out"].verdict, found["out"].figures[BEYOND_ROUNDING]) == (FAIL, 1.0)
+    evaluated = len(journal.recorded.probes)
+    exact_probes.evaluate_findings(journal, [quick], ProbeBudget(runner, 60.0))
+    assert len(journal.recorded.probes) == evaluated
 
 
 def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:

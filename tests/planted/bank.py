@@ -7,6 +7,7 @@ from tests.bank import PlantedBug, detection_results
 from tests.planted.beyond.bank import BEYOND
 from tests.planted.computing import (
     backward,
+    below_rounding,
     blocks,
     cotangents,
     dispatch,
@@ -77,6 +78,7 @@ _MODULES = (
     softmax,
     residuals,
     precision,
+    below_rounding,
     online,
     far_values,
     epilogue,

@@ -20,7 +20,18 @@ from reports.causes import fault_location, finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
 from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, UNREPEATABLE, Finding
 from reports.causes.remedies import summarize_mask_leak
-from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
+from reports.records import (
+    BEYOND_ROUNDING,
+    ERROR,
+    FAIL,
+    PASS,
+    RED,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Record,
+    Worst,
+)
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
@@ -262,6 +273,33 @@ def test_probes_are_evidence_and_are_not_counted() -> None:
     assert after.is_confirmed
     assert after.smallest == probes[0]
     assert finding_text.format_confirmation(after) == "confirmed: this case fails, and the same without sinks passes"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "beyond", "said"),
+    [
+        (PASS, {}, "the algorithm is right, it rounds too much"),
+        (FAIL, {BEYOND_ROUNDING: 0.0}, "the algorithm is right, it rounds too much"),
+        (FAIL, {BEYOND_ROUNDING: 1.0}, "wrong also in exact arithmetic"),
+        (UNJUDGED, {}, ""),
+    ],
+)
+def test_a_finding_says_what_float64_says_of_its_plainest_case(verdict: str, beyond: object, said: str) -> None:
+    worst = Worst((0,), 2.0, 1.0, 0.1)
+    asked = [make_record(BASE, verdict=FAIL, worst=worst), make_record(SINKS, verdict=FAIL, worst=worst)]
+    probe = make_record(BASE, "algorithm", verdict=verdict, figures=beyond)
+    (before,) = root_causes.find_root_causes(asked)
+    (after,) = root_causes.find_root_causes(asked, [probe])
+    assert finding_text.format_exactness(before) == ""
+    assert finding_text.format_exactness(after).startswith(said)
+    assert bool(said) == bool(finding_text.format_exactness(after))
+    assert (after.records, after.kind, after.inside) == (before.records, before.kind, before.inside)
+
+
+def test_what_only_float64_shows_has_its_own_title() -> None:
+    records = [make_record(BASE), make_record(BASE, "algorithm", verdict=FAIL, figures={BEYOND_ROUNDING: 0.0})]
+    (finding,) = root_causes.find_root_causes(records)
+    assert finding_text.format_title(finding).startswith("out is wrong in exact arithmetic")
 
 
 def test_a_probe_that_passes_says_that_more_is_needed() -> None:
