@@ -163,10 +163,14 @@ def _build(case: Case, changes: Mapping[str, Any]) -> Case | None:
 
 
 def _list_masks(case: Case, changes: Mapping[str, Any]) -> list[str]:
-    """List masks for a changed case: with the last query at the last key still, as it is, causal, and none."""
+    """List masks for a changed case: with all keys or the last query at the last key still, as it is, causal, none."""
     if "mask" in changes:
         return [changes["mask"]]
     before = case.kv_length - case.q_length
     after = changes.get("kv_length", case.kv_length) - changes.get("q_length", case.q_length)
     moved = [case.mask.replace(f"-o{before}", f"-o{after}" if after else "")] if before and after >= 0 else []
-    return [*moved, case.mask, "causal", "full"]
+    keys = changes.get("kv_length", case.kv_length)
+    filled = (
+        [f"{case.mask.removesuffix(f'-{case.kv_length}')}-{keys}"] if case.mask.endswith(f"-{case.kv_length}") else []
+    )
+    return [*filled, *moved, case.mask, "causal", "full"]

@@ -14,10 +14,12 @@ class BranchSearch:
     Attributes:
       cases: the ids of the cases that the run judges; empty to begin with the subject's case alone.
       packages: packages whose branches are searched besides those of the kernel's folder.
+      beyond_numbers: whether lengths beyond the numbers in the kernel's source are judged too.
     """
 
     cases: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    beyond_numbers: bool = False
 
 
 NO_SEARCH = BranchSearch()

@@ -36,6 +36,7 @@ class _Found(msgspec.Struct, forbid_unknown_fields=True):
     unreached: Annotated[list[tuple[_Index, bool, _Text]], Meta(max_length=1000)]
     found: Annotated[list[tuple[_Text, list[_Branch]]], Meta(max_length=1000)]
     refused: Annotated[list[tuple[_Index, bool, _Text, _Text]], Meta(max_length=1000)]
+    beyond: Annotated[list[tuple[_Text, _Index]], Meta(max_length=100)]
     reached: _Index
     traces: _Index
     is_cut_off: bool
@@ -56,11 +57,20 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
     search = subject.branch_search
     planned = search.cases or (subject.case.id,)
     sent = subject.executor.run(
-        search_branches, planned, search.packages, _TRACES_PER_CASE * len(planned) + _MORE_TRACES, _SECONDS
+        search_branches,
+        planned,
+        search.packages,
+        _TRACES_PER_CASE * len(planned) + _MORE_TRACES,
+        _SECONDS,
+        beyond_numbers=search.beyond_numbers,
     )
     try:
         found = msgspec.convert(sent, _Found)
-        cases = [FurtherCase(parse_case_id(text), _describe_reached(found, branches)) for text, branches in found.found]
+        cases = [FurtherCase(parse_case_id(text), _describe_reached(found, reached)) for text, reached in found.found]
+        cases += [
+            FurtherCase(parse_case_id(text), f"the case is longer than {number}, a number in the kernel's source")
+            for text, number in found.beyond
+        ]
         yield from _judge(found)
     except (msgspec.ValidationError, CaseIdError, KeyError, ValueError) as error:
         reason = f"the kernel's process sent no valid result of the search: {error}"

@@ -37,6 +37,7 @@ from cases.case_space.case_changes import Number, change_number, list_numbers, l
 from cases.operand_values import build_hollow_problem
 from conformance.execution.branch_probes import Condition, Observation, Plain, Recording, record_branches
 from conformance.execution.executor import Executor, pull_back
+from conformance.execution.kernel_constants import find_code_numbers
 
 Branch = tuple[int, bool]
 """A condition by its index, and one of its outcomes."""
@@ -89,7 +90,13 @@ class Trace:
 
 
 def search_branches(
-    executor: Executor, planned: Sequence[str], packages: Sequence[str], traces: int, seconds: float
+    executor: Executor,
+    planned: Sequence[str],
+    packages: Sequence[str],
+    traces: int,
+    seconds: float,
+    *,
+    beyond_numbers: bool = False,
 ) -> dict[str, Any]:
     """Trace the planned cases, and search for cases that reach other branches.
 
@@ -98,12 +105,14 @@ def search_branches(
       packages: packages whose branches are recorded, besides those of the kernel's folder.
       traces: the most traces.
       seconds: the most processor seconds, after which the search is cut off.
+      beyond_numbers: whether cases longer than numbers in the source are chosen.
 
     Returns:
       `conditions`: file, line, text and kind of each condition that was met; `unreached`: the branches that no case
       reaches, each with its condition's index, outcome and nearest operands; `found`: the ids of cases that reach
       branches which no planned case reaches, each with these branches; `refused`: branches that only refused calls
-      reach, each with a case and its exception; `traces`; `is_cut_off`.
+      reach, each with a case and its exception; `beyond`: the ids of cases that are longer than the largest number in
+      the source, each with the number; `traces`; `is_cut_off`.
     """
     jax.clear_caches()  # code under an inner `jit` runs only while it is traced, so earlier traces would hide it
     with record_branches(executor.implementation.call, packages) as recording:
@@ -114,7 +123,31 @@ def search_branches(
         except _OutOfBudget:
             pass
         found = search.choose_cases()
-    return _describe(search, found)
+        cases = [*map(parse_case_id, planned), *(case for case, _ in found)]
+        beyond = _list_cases_beyond(executor, cases) if beyond_numbers else []
+    return {**_describe(search, found), "beyond": [[case.id, number] for case, number in beyond]}
+
+
+def _list_cases_beyond(executor: Executor, cases: Sequence[Case]) -> list[tuple[Case, int]]:
+    """List a case with more keys, and one with more queries, than the largest number in the source.
+
+    A kernel may compare such a number with values and not with sizes: it may count positions in 16 bits, or the rows of
+    a launch. A quarter of the keys or queries lies beyond the number, so that they matter. There is no such case if
+    other cases are as long.
+    """
+    code_numbers = find_code_numbers(executor.implementation)
+    numbers = sorted((n for n in code_numbers.integers if n in code_numbers.in_source), reverse=True)
+    chosen = []
+    for name, phases in (("S", ("decode", "prefill")), ("T", ("train", "prefill"))):
+        bases = [case for phase in phases for case in cases if case.phase == phase and case.dtype == "f32"]
+        base = min(bases, key=lambda case: len(case.id), default=None)
+        longest = max(list_numbers(case)[name] for case in cases)
+        if base is None or (name == "T" and base.storage is not None):  # a cache has as many keys as queries
+            continue
+        longer = ((change_number(base, name, n + n // 4), n) for n in numbers if n >= longest)
+        usable = ((case, n) for case, n in longer if case and executor.implementation.supports(case) is None)
+        chosen += list(islice(usable, 1))
+    return chosen
 
 
 class _OutOfBudget(Exception):

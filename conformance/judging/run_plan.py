@@ -95,7 +95,7 @@ def plan_run(
         its_jobs = (
             prioritization.select_smoke_jobs(its_jobs) if level == "smoke" else prioritization.order_jobs(its_jobs)
         )
-        its_jobs = _add_branch_search(its_jobs, grids[0], packages)
+        its_jobs = _add_branch_search(its_jobs, grids[0], packages, beyond_numbers=level != "smoke")
         coverage.append(_measure_coverage(grids[0], level, its_jobs))
         arrays[implementation.name] = _build_arrays(grids)
         whole[implementation.name] = len(its_jobs)
@@ -103,10 +103,12 @@ def plan_run(
     return Plan(tuple(jobs), tuple(coverage), arrays, whole)
 
 
-def _add_branch_search(jobs: Sequence[Job], grids: ImplementationGrids, packages: Sequence[str]) -> list[Job]:
+def _add_branch_search(
+    jobs: Sequence[Job], grids: ImplementationGrids, packages: Sequence[str], *, beyond_numbers: bool
+) -> list[Job]:
     """Give the job that searches branches the cases of the grid that are judged; all of the level if none are."""
     cases = [job.case for job in jobs if job.is_on_grid] or [case for grid in grids.all_grids for case in grid.cases]
-    search = BranchSearch(tuple(dict.fromkeys(case.id for case in cases)), tuple(packages))
+    search = BranchSearch(tuple(dict.fromkeys(case.id for case in cases)), tuple(packages), beyond_numbers)
     return [
         dataclasses.replace(job, branch_search=search) if any(check.scope is SEARCHED for check in job.checks) else job
         for job in jobs

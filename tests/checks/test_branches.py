@@ -6,6 +6,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import pytest
 
@@ -70,14 +72,43 @@ def test_the_same_search_finds_the_same() -> None:
     assert _search()[1] == found
 
 
-@pytest.mark.parametrize("path", ["one query, large groups", "seven keys after whole blocks"])
-def test_a_wrong_path_fails_at_smoke(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "condition"),
+    [
+        ("seven keys after whole blocks", "`rest == 7` is true"),
+        pytest.param("one query, large groups", "`group > 16` is true", marks=pytest.mark.long),
+    ],
+)
+def test_a_wrong_path_fails_at_smoke_and_the_finding_names_it(
+    path: str, condition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(behind_branches, "WRONG", path)
-    found = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
-    wrong = [record for record in found.records if record.verdict == FAIL]
+    report = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
+    wrong = [record for record in report.records if record.verdict == FAIL]
     assert wrong
     assert all(_CONDITIONS[path](parse_case_id(record.case)) for record in wrong)
-    assert all("runs what no planned case reaches: behind_branches.py:" in record.reason for record in wrong)
+    assert condition in report.findings[0].cause
+
+
+def _attend(q: Any, k: Any, v: Any, most: int) -> Any:
+    """Attend to the first keys."""
+    k, v = (jnp.repeat(x.astype(jnp.float32), q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    x = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k, precision="highest") * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(jnp.arange(k.shape[1]) < most, x, -1e30))
+    return jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest").astype(q.dtype)
+
+
+def _attend_here(q: Any, k: Any, v: Any) -> Any:
+    if jax.default_backend() == "no such platform":
+        q = q * 2
+    return _attend(q, k, v, k.shape[1])
+
+
+_LIMIT = 40_000
+
+
+def _attend_below_the_limit(q: Any, k: Any, v: Any) -> Any:
+    return _attend(q, k, v, _LIMIT)
 
 
 def _judge(function: Any, settings: Settings) -> list[Any]:
@@ -88,19 +119,18 @@ def _judge(function: Any, settings: Settings) -> list[Any]:
 
 def test_a_branch_that_no_case_reaches_is_shown_and_fails_if_asked() -> None:
     for settings, verdict in ((Settings(), UNJUDGED), (Settings(unreached_branches="fail"), FAIL)):
-        found = _judge(behind_branches.never_on_this_platform, settings)
-        named = [record for record in found if "no such platform" in record.reason]
-        assert [record.verdict for record in named] == [verdict]
-        assert named[0].observable.startswith("behind_branches.py:")
-        assert "nearest: cpu ==" in named[0].reason
+        (named,) = [record for record in _judge(_attend_here, settings) if "no such platform" in record.reason]
+        assert named.verdict == verdict
+        assert named.observable.startswith("test_branches.py:")
+        assert "nearest: cpu ==" in named.reason
 
 
 def test_report_lists_unreached_branches() -> None:
-    report = conformance.check(
-        behind_branches.never_on_this_platform, level="smoke", checks=["branches"], confirm_seconds=0
-    )
-    assert any("no such platform" in words for _, words in report.unreached_branches)
-    assert "branches of behind_branches.py that no case reaches" in str(report)
+    report = conformance.check(_attend_here, level="smoke", checks=["branches"], confirm_seconds=0)
+    ((place, words),) = report.unreached_branches
+    assert place.startswith("test_branches.py:")
+    assert "no such platform" in words
+    assert "1 branch of test_branches.py that no case reaches" in str(report)
     assert report.conforms
 
 
@@ -109,7 +139,7 @@ def test_refusals_that_nothing_declares_are_shown() -> None:
         if q.shape[1] == 73:
             q = q + 0
             raise ValueError("73 queries are not supported")
-        return behind_branches.attention(q, k, v)
+        return _attend(q, k, v, k.shape[1])
 
     found = [record for record in _judge(attention, Settings()) if "73 queries" in record.reason]
     assert len(found) == 1
@@ -124,7 +154,8 @@ def test_result_of_a_search_is_not_trusted() -> None:
         msgspec.convert({"conditions": {}, "found": [["x", [["y"]]]]}, _Found)
 
 
-def test_finding_names_the_branch_that_its_cases_alone_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind_branches, "WRONG", "seven keys after whole blocks")
-    report = conformance.check(behind_branches.attention, level="smoke", checks=["branches"], confirm_seconds=0)
-    assert "`rest == 7` is true" in report.findings[0].cause
+def test_a_number_that_is_compared_with_values_is_exceeded_at_quick() -> None:
+    report = conformance.check(_attend_below_the_limit, checks=["branches"], confirm_seconds=0)
+    wrong = [record for record in report.records if record.verdict == FAIL]
+    assert wrong
+    assert all("longer than 40000, a number in the kernel's source" in record.reason for record in wrong)

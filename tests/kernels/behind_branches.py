@@ -63,10 +63,3 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: Any = None
         x = jnp.where(jnp.arange(k.shape[1]) <= jnp.arange(q.shape[1])[:, None], x, -1e30)
     out = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(x), v, precision="highest")
     return (out * (1.25 if WRONG in paths else 1.0)).astype(q.dtype)
-
-
-def never_on_this_platform(q: Any, k: Any, v: Any) -> Any:
-    """Attention with a path that no call takes."""
-    if jax.default_backend() == "no such platform":
-        q = q * 2
-    return attention(q, k, v)
