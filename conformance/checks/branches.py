@@ -41,12 +41,12 @@ class _Found(msgspec.Struct, forbid_unknown_fields=True):
     traces: _Index
     is_cut_off: bool
 
-    def describe(self, index: int, outcome: bool) -> tuple[str, str]:
-        """Return where a branch is, and its condition with the outcome in words."""
+    def describe(self, index: int, outcome: bool, adverb: str = "") -> tuple[str, str]:
+        """Return where a branch is, and its condition with the outcome in words; the adverb comes before the outcome."""
         file, line, text, is_loop = self.conditions[str(index)]
         if is_loop:
-            return f"{file}:{line}", f"the body of `{text}` runs"
-        return f"{file}:{line}", f"`{text}` is {'true' if outcome else 'false'}"
+            return f"{file}:{line}", f"the body of `{text}` {adverb}runs"
+        return f"{file}:{line}", f"`{text}` is {adverb}{'true' if outcome else 'false'}"
 
 
 def check_branches(subject: Subject) -> Iterator[Judgement]:
@@ -97,8 +97,8 @@ def _judge(found: _Found) -> Iterator[Judgement]:
         return Judgement(observable=observable, verdict=records.UNJUDGED, reason=reason)
 
     for index, outcome, nearest in found.unreached:
-        where, words = found.describe(index, outcome)
-        yield build(where, f"{words} in no case{f' (nearest: {nearest})' if nearest else ''}")
+        where, words = found.describe(index, outcome, "never ")
+        yield build(where, f"{words}{f' (nearest: {nearest})' if nearest else ''}")
     for index, outcome, case, error in found.refused:
         where, words = found.describe(index, outcome)
         yield build(where, f"{words} only in calls that raise what no declaration announces: {error} ({case})")
