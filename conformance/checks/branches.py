@@ -42,7 +42,7 @@ class _Found(msgspec.Struct, forbid_unknown_fields=True):
     is_cut_off: bool
 
     def describe(self, index: int, outcome: bool, adverb: str = "") -> tuple[str, str]:
-        """Return where a branch is, and its condition with the outcome in words; the adverb comes before the outcome."""
+        """Return where a branch is, and its condition with the outcome in words, after the adverb."""
         file, line, text, is_loop = self.conditions[str(index)]
         if is_loop:
             return f"{file}:{line}", f"the body of `{text}` {adverb}runs"
