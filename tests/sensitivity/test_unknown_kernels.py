@@ -28,6 +28,13 @@ UNSEEN: dict[str, dict[str, Any]] = json.loads(
 )
 
 
+_MODULES = {
+    "by_hand": "handwritten_backward",
+    **{name: f"{name}_attention" for name in ("dense", "paged", "packed")},
+}
+"""The modules of the right kernels, in `tests/reports/causes/faults`."""
+
+
 def add_right_cases(kernel: dict[str, Any]) -> ErrorProfile:
     """Return the error profile of a kernel, completed as findings would complete it.
 
@@ -78,7 +85,7 @@ def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: 
     kernel = UNSEEN[name]
     monkeypatch.chdir(tmp_path)
     changes = tuple((before, after) for before, after in kernel["changes"])
-    Path("kernel.py").write_text(FaultyKernel(name, kernel["base"], (), (), changes).source)
+    Path("kernel.py").write_text(FaultyKernel(name, _MODULES[kernel["base"]], (), (), changes).source)
     implementation = KernelOptions(None, True).find("kernel.py:attention")
     runner = create_single_look_runner()
     # The cases judged then: which a diagnosis judges first depends on which exist.
