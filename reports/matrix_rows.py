@@ -22,12 +22,12 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
-    "results": ("forward", "residuals", "primal", "parts", "ensemble"),
+    "results": ("forward", "residuals", "primal", "parts", "ensemble", "algorithm"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
     "what must not matter": ("poison", "independence", "aliasing"),
     "laws": ("linearity", "invariance", "limits"),
     "arguments": ("arguments", "errors", "refusals", "forms"),
-    "under JAX": ("first_calls", "transforms", "calls", "sharding", "program"),
+    "under JAX": ("first_calls", "transforms", "calls", "sharding", "program", "branches"),
     "in a model": ("front_end", "decoding"),
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
     "about the case": ("support", "devices", "discrimination", "expectations", "files", "flags", "early_end"),

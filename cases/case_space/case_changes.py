@@ -12,6 +12,7 @@ from typing import Any
 
 from cases.case import Case, CaseIdError
 from cases.case_space.alternatives import MASKS, NothingToDraw, Supports, build_space
+from cases.operand_registry import OPTIONAL
 
 Number = int | float
 
@@ -68,7 +69,9 @@ def list_properties(case: Case, supports: Supports) -> Iterator[Case]:
             yield from _iter_built(case, {"dtype": dtype})
         return
     changes: list[dict[str, Any]] = [{"dtype": dtype} for dtype in space.dtypes]
-    changes += [{field: level} for field, levels in space.operands.items() for level in levels]
+    for operand in OPTIONAL:
+        usual = [level for level in (operand.absent, *operand.grid_levels) if level in space.operands[operand.field]]
+        changes += [{operand.field: level} for level in usual]
     changes += [{"mask": MASKS[kind]} for kind in space.masks]
     changes += [{"mask": f"{MASKS[kind]}-o3"} for kind in space.offsets]
     changes += [{"phase": phase} for phase in space.phases]

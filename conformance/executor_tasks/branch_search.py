@@ -88,6 +88,10 @@ class Trace:
     error: str = ""
     is_refusal: bool = False
 
+    def get(self, index: int) -> Observation:
+        """Return what was seen of a condition; it is empty in code that an earlier trace had run and JAX kept."""
+        return self.seen.get(index, Observation())
+
 
 def search_branches(
     executor: Executor,
@@ -184,8 +188,11 @@ class _Search:
         self._trace_variants()
         if any(self._depends_on_case(index) for index, _ in self.list_unreached()):
             for case in self.planned:
-                self.traced.pop(case, None)
-                self.trace(case)
+                before = self.traced.pop(case, None)
+                after = self.trace(case)
+                # Code under an inner `jit` that was traced before does not run again.
+                if before is not None and after is not None:
+                    self.traced[case] = dataclasses.replace(after, seen={**before.seen, **after.seen})
 
     def _trace_variants(self) -> None:
         """Trace the declared variants, such as other block sizes, and the parts, on the first cases of the run."""
@@ -276,12 +283,12 @@ class _Search:
         beside = self._cases_of.get((index, not outcome), []) or self._refusals_of.get((index, not outcome), [])
         if not beside:
             return []
-        nearest = min(beside, key=lambda case: _find_distance(self.traced[case].seen[index], outcome))
+        nearest = min(beside, key=lambda case: _find_distance(self.traced[case].get(index), outcome))
         return list(dict.fromkeys((nearest, beside[0])))
 
     def _use_tables(self, branch: Branch, base: Case) -> Iterator[Case]:
         """Yield cases with the sizes that a table has as a key, if the condition may ask what a table holds."""
-        seen = self.traced[base].seen[branch[0]].operands
+        seen = self.traced[base].get(branch[0]).operands
         if any(isinstance(operand, int | float) for _, *operands in seen for operand in operands):
             return
         for key in sorted(self.recording.table_keys, key=len):
@@ -302,7 +309,7 @@ class _Search:
     def _solve(self, branch: Branch, base: Case) -> Iterator[Case]:
         """Yield cases for which the operands of a comparison should differ as the outcome asks."""
         index, outcome = branch
-        for symbol, left, right in self.traced[base].seen[index].operands:
+        for symbol, left, right in self.traced[base].get(index).operands:
             for aims in _list_aims(symbol, left, right, outcome):
                 yield from self._solve_aims(index, base, aims)
 
@@ -378,7 +385,7 @@ class _Search:
     def describe_nearest(self, index: int, outcome: bool) -> str:
         """Describe the operands that came nearest to an outcome, such as `16 > 16`; empty if none are known."""
         beside = [*self._cases_of.get((index, not outcome), []), *self._refusals_of.get((index, not outcome), [])]
-        seen = [self.traced[case].seen[index] for case in beside]
+        seen = [self.traced[case].get(index) for case in beside]
         nearest = min(seen, key=lambda each: _find_distance(each, outcome), default=Observation())
         if not nearest.operands:
             return ""
