@@ -14,6 +14,9 @@ REACHES = "the case runs what no planned case reaches: "
 """What the reason of a failure says of a case that was searched for; a list of branches follows."""
 
 
+_MAX_FILES = 3
+
+
 @dataclasses.dataclass(frozen=True)
 class UnreachedBranches:
     """The branches of an implementation that no judged case reaches.
@@ -29,9 +32,10 @@ class UnreachedBranches:
     @property
     def heading(self) -> str:
         """A phrase that states how many branches no case reaches, and in which files."""
-        files = ", ".join(dict.fromkeys(place.rpartition(":")[0] for place, _ in self.branches))
+        files = list(dict.fromkeys(place.rpartition(":")[0] for place, _ in self.branches))
+        named = ", ".join(files) if len(files) <= _MAX_FILES else f"{len(files)} files"
         number = len(self.branches)
-        return f"{'1 branch' if number == 1 else f'{number:,} branches'} of {files} that no case reaches"
+        return f"{'1 branch' if number == 1 else f'{number:,} branches'} of {named} that no case reaches"
 
 
 def find_common_branch(records: Sequence[Record]) -> str:
