@@ -11,7 +11,7 @@ from reports.records import FAIL, UNJUDGED, Record
 BRANCHES = "branches"
 """The name of the check whose records say what no case reaches."""
 REACHES = "the case runs what no planned case reaches: "
-"""What the reason of a failure says of a case that was searched for; a list of branches follows."""
+"""The beginning of the reason of a failure on a case that was searched for. A list of branches follows."""
 
 
 _MAX_FILES = 3
@@ -55,7 +55,7 @@ def find_unreached(groups: Mapping[JudgedImplementation, Sequence[Record]]) -> t
         branches = tuple(
             (record.observable, record.reason)
             for record in records
-            if record.check == BRANCHES and record.verdict in (UNJUDGED, FAIL)
+            if record.check == BRANCHES and record.verdict in (UNJUDGED, FAIL) and ":" in record.observable
         )
         if branches:
             found.append(UnreachedBranches(implementation, branches))

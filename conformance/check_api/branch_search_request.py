@@ -9,7 +9,7 @@ from cases.case import Case
 
 @dataclasses.dataclass(frozen=True)
 class BranchSearch:
-    """What a search for a kernel's branches begins with.
+    """The start of a search for a kernel's branches.
 
     Attributes:
       cases: the ids of the cases that the run judges; empty to begin with the subject's case alone.

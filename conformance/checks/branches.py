@@ -20,7 +20,7 @@ from reports.unreached_branches import REACHES
 _TRACES_PER_CASE, _MORE_TRACES = 2, 60
 """The search may trace each planned case, and as many cases again, and some more."""
 _SECONDS = 20.0
-"""After so many seconds the search is cut off. Without a very slow kernel, the number of traces ends it before."""
+"""After so many seconds of processor time the search is cut off. As a rule, the number of traces ends it before."""
 _MAX_FOUND = 24
 """The most cases that are added to a run."""
 
@@ -76,7 +76,11 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
         reason = f"the kernel's process sent no valid result of the search: {error}"
         yield Judgement(observable="search", verdict=records.ERROR, reason=reason)
         return
-    subject.further_cases.extend(each for each in cases[:_MAX_FOUND] if each.case.id not in search.cases)
+    further = [each for each in cases if each.case.id not in search.cases]
+    subject.further_cases.extend(further[:_MAX_FOUND])
+    if (left := len(further) - _MAX_FOUND) > 0:
+        reason = f"{left} more cases reach other branches, and are not judged: a run adds {_MAX_FOUND} at most"
+        yield Judgement(observable="further_cases", verdict=records.UNJUDGED, reason=reason)
 
 
 def _describe_reached(found: _Found, branches: list[_Branch]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -54,7 +53,7 @@ _MAX_ELEMENTS = 64
 _MAX_TEXT = 60
 
 Plain = int | float | str | tuple[Any, ...] | None
-"""What is noted of a value: a number, text, the name of a dtype, a tuple of these, None, or else its type's name."""
+"""A noted value: a number, text, the name of a dtype, a tuple of these, None, or the name of any other type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Condition:
 
 @dataclasses.dataclass
 class Observation:
-    """What was seen of a condition in one call: its outcomes, and operators with the operands that were compared."""
+    """The outcomes of a condition in one call, and operators with the operands that were compared."""
 
     outcomes: set[bool] = dataclasses.field(default_factory=set)
     operands: list[tuple[str, Plain, Plain]] = dataclasses.field(default_factory=list)
@@ -172,8 +171,8 @@ def record_branches(call: Callable[..., Any], packages: Sequence[str] = ()) -> I
             _probe_file(path, recording.conditions, own, probed)
     probes = {_TEST: recording.test, _COMPARISON: recording.compare, _LOOP: recording.loop, _BODY: recording.body}
     vars(builtins).update(probes)
-    _replace_code(own, probed)
     try:
+        _replace_code(own, probed)
         yield recording
     finally:
         _replace_code(probed, own)
@@ -182,7 +181,7 @@ def record_branches(call: Callable[..., Any], packages: Sequence[str] = ()) -> I
 
 
 Key = tuple[str, str, int]
-"""What identifies code: its file, its qualified name and its first line."""
+"""The identity of code: its file, its qualified name and its first line."""
 
 
 def _get_key(code: types.CodeType) -> Key:
@@ -256,11 +255,11 @@ def _probe_file(
     plain = compile(source, path, "exec", dont_inherit=True)
     inserter = _ProbeInserter(path, lines, len(conditions))
     tree = ast.fix_missing_locations(inserter.visit(ast.parse(source, path)))
-    pairs = collections.deque([(plain, compile(tree, path, "exec", dont_inherit=True))])
-    while pairs:
-        before, after = pairs.popleft()
-        own[_get_key(before)], probed[_get_key(before)] = before, after
+    pairs = [(plain, compile(tree, path, "exec", dont_inherit=True))]
+    for before, after in pairs:  # the list grows by the code within
         pairs += zip(_list_inner_code(before), _list_inner_code(after), strict=True)
+    own |= {_get_key(before): before for before, _ in pairs}
+    probed |= {_get_key(before): after for before, after in pairs}
     conditions += inserter.conditions
 
 

@@ -10,8 +10,8 @@ then changes the case that came nearest:
 3. The keys of a table become sizes, if the condition may ask what a table holds.
 4. The case gets another dtype, mask or operand, or loses one.
 
-Any outcome that a case on the way reaches counts. The search takes a limited number of traces, so that its result does
-not depend on how fast the machine is.
+Any outcome that a case on the way reaches counts. The search takes a limited number of traces. So its result does not
+depend on how fast the machine is, unless its time runs out.
 """
 
 from __future__ import annotations
@@ -76,15 +76,17 @@ _WANTED: Mapping[tuple[str, bool], tuple[int, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one trace showed: observations by condition, and the exception that it ended with.
+    """The observations of a traced case by condition, and the exception that the trace ended with.
 
     Attributes:
       seen: what was seen of each condition.
+      is_whole: whether all calls of the case were traced.
       error: the exception, as text; empty if there was none.
       is_refusal: whether the kernel's own source raised it, as a NotImplementedError or a ValueError.
     """
 
     seen: Mapping[int, Observation]
+    is_whole: bool
     error: str = ""
     is_refusal: bool = False
 
@@ -125,7 +127,7 @@ def search_branches(
             search.trace_planned([parse_case_id(text) for text in planned])
             search.run()
         except _OutOfBudget:
-            pass
+            search.is_cut_off = True
         found = search.choose_cases()
         cases = [*map(parse_case_id, planned), *(case for case, _ in found)]
         beyond = _list_cases_beyond(executor, cases) if beyond_numbers else []
@@ -188,11 +190,7 @@ class _Search:
         self._trace_variants()
         if any(self._depends_on_case(index) for index, _ in self.list_unreached()):
             for case in self.planned:
-                before = self.traced.pop(case, None)
-                after = self.trace(case)
-                # Code under an inner `jit` that was traced before does not run again.
-                if before is not None and after is not None:
-                    self.traced[case] = dataclasses.replace(after, seen={**before.seen, **after.seen})
+                self.trace(case)
 
     def _trace_variants(self) -> None:
         """Trace the declared variants, such as other block sizes, and the parts, on the first cases of the run."""
@@ -210,19 +208,21 @@ class _Search:
           case: the case.
           turn: the number of the only call to trace; None for all its calls.
         """
-        if case in self.traced:
-            return self.traced[case]
+        before = self.traced.get(case)
+        if before is not None and (before.is_whole or turn is not None):
+            return before
         if self._executor.implementation.supports(case) is not None:
             return None
         if self._left <= 0 or time.process_time() > self._deadline:
-            self.is_cut_off = True
             raise _OutOfBudget
         self._left -= turn is None
         self.recording.clear()
         error, is_refusal = _trace_case(self._executor, case, turn, {c.file for c in self.recording.conditions})
-        found = Trace(dict(self.recording.seen), error, is_refusal)
+        # Code under an inner `jit` that was traced before does not run again.
+        all_seen = self.recording.seen if before is None else {**before.seen, **self.recording.seen}
+        found = Trace(all_seen, turn is None, error, is_refusal)
         self.traced[case] = found
-        for index, seen in found.seen.items():
+        for index, seen in self.recording.seen.items():
             for outcome in seen.outcomes:
                 (self._refusals_of if found.is_refusal else self._cases_of)[index, outcome].append(case)
             self._operands_of[index].append(tuple(seen.operands))
@@ -291,7 +291,7 @@ class _Search:
         seen = self.traced[base].get(branch[0]).operands
         if any(isinstance(operand, int | float) for _, *operands in seen for operand in operands):
             return
-        for key in sorted(self.recording.table_keys, key=len):
+        for key in sorted(self.recording.table_keys, key=lambda key: (len(key), key)):
             for names in itertools.combinations(_TABLE_SIZES, len(key)):
                 case: Case | None = base
                 for name, value in zip(names, key, strict=True):

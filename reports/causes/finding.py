@@ -26,7 +26,7 @@ RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "unexpected pass",
 )
 ROUNDS_TOO_MUCH, WRONG_EXACTLY = "rounds too much", "wrong in exact arithmetic"
-"""What float64 shows of a wrong result: it is right there, or it is wrong there by more than rounding explains."""
+"""The two outcomes for a wrong result in float64: right there, or wrong there by more than rounding explains."""
 KINDS = (RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
 """The kinds of findings, in order: failures of a later kind may follow from a cause of an earlier kind."""
 
