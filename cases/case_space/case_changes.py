@@ -33,8 +33,8 @@ _SHARED = {"TS": {"T", "S"}, "N": {"N", "K", "G"}, "K": {"N", "K"}, "G": {"N", "
 def list_numbers(case: Case) -> Mapping[str, Number]:
     """List the numbers of a case that `change_number` changes, by name.
 
-    They are its sizes, `TS` for both lengths and `HV` for both depths at once, `G` for the heads of a group, the
-    numbers of its mask, its soft cap and its scale.
+    They are its sizes, the numbers of its mask, its soft cap and its scale. `TS` stands for both lengths at once, `HV`
+    for both depths, and `G` for the heads of a group.
     """
     found: dict[str, Number] = {name: _get_size(case, name) for name in _SIZES if _has_size(case, name)}
     found |= {f"mask{place}": int(number[0]) for place, number in enumerate(_MASK_NUMBER.finditer(case.mask))}

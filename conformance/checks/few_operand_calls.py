@@ -15,8 +15,8 @@ position, or lacks one.
 A kernel may also have a path for each set of optional operands. Scale, soft cap, sinks, bias and segment ids have 32
 sets. The training cases of the level `quick` lack most sets of two and of three: each pair of operands occurs, but
 together with further operands. Each missing set with a scale or a soft cap has a call here. A bias for each head has
-two calls: with grouped heads and without. Each operand by itself has a call under a full and one under a causal mask,
-with more positions than a block and a last block that is not full.
+two calls: with grouped heads and without. Each operand by itself has a call under a full and one under a causal mask.
+These have more positions than a block, and a last block that is not full.
 """
 
 from __future__ import annotations

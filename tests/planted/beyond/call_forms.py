@@ -115,7 +115,7 @@ def _keep_right_side(correct: Kernel) -> Kernel:
 
 
 def _drop_left_side_in_shards(correct: Kernel) -> Kernel:
-    """Where a device has some of the heads, the left side of a window is dropped."""
+    """Drop the left side of a window on a device that has only some of the heads."""
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
         window, heads = statics["window"], arrays["k"].shape[2]

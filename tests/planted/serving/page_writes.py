@@ -47,7 +47,7 @@ def _cleared_last_row(pool: Array, x: Array, tokens: Tokens, call: Call) -> Arra
 
 
 def _last_of_prompt(page: Array, tokens: Tokens, call: Call) -> Array:
-    """Of the new tokens of a sequence, the buffer holds the last 256."""
+    """Write only the last 256 new tokens of a sequence."""
     fits = tokens.place >= call.q_lens[tokens.sequence] - _BUFFER
     return jnp.where(tokens.there & fits, page, call.pages)
 
