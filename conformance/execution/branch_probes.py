@@ -5,8 +5,8 @@ condition calls a probe. The probe notes the condition's outcome and returns its
 syntax tree. So this works the same in every version of Python, costs nothing in other code, and has the operands of a
 comparison at hand. Afterwards every function has its own code again.
 
-Conditions are the tests of `if`, `while`, conditional expressions and comprehensions, and each operand of `and` and `or`
-in them. Of other `and` and `or`, all operands but the last are conditions. So is whether the body of a `for` loop runs.
+Conditions are the tests of `if`, `while`, conditional expressions and comprehensions, and each operand of `and` and
+`or` in them. Of other `and` and `or`, all operands but the last are conditions. So is whether a `for` loop's body runs.
 There are none in `assert`, `match` and `except`, outside of functions, on a line marked `pragma: no cover`, and on
 traced values: JAX traces both sides of `cond` and the body of `pl.when`.
 """
