@@ -37,6 +37,7 @@ class _Found(msgspec.Struct, forbid_unknown_fields=True):
     found: Annotated[list[tuple[_Text, list[_Branch]]], Meta(max_length=1000)]
     refused: Annotated[list[tuple[_Index, bool, _Text, _Text]], Meta(max_length=1000)]
     beyond: Annotated[list[tuple[_Text, _Index]], Meta(max_length=100)]
+    absent: list[_Text]
     reached: _Index
     traces: _Index
     is_cut_off: bool
@@ -72,6 +73,9 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
             for text, number in found.beyond
         ]
         yield from _judge(found)
+        for package in found.absent:
+            reason = f"the kernel does not import {package}, so none of its branches were searched"
+            yield Judgement(observable=f"package.{package}", verdict=records.UNJUDGED, reason=reason)
     except (msgspec.ValidationError, CaseIdError, KeyError, ValueError) as error:
         reason = f"the kernel's process sent no valid result of the search: {error}"
         yield Judgement(observable="search", verdict=records.ERROR, reason=reason)

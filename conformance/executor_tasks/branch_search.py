@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -118,7 +119,7 @@ def search_branches(
       reaches, each with its condition's index, outcome and nearest operands; `found`: the ids of cases that reach
       branches which no planned case reaches, each with these branches; `refused`: branches that only refused calls
       reach, each with a case and its exception; `beyond`: the ids of cases that are longer than the largest number in
-      the source, each with the number; `traces`; `is_cut_off`.
+      the source, each with the number; `absent`: packages that the kernel does not import; `traces`; `is_cut_off`.
     """
     jax.clear_caches()  # code under an inner `jit` runs only while it is traced, so earlier traces would hide it
     with record_branches(executor.implementation.call, packages) as recording:
@@ -131,7 +132,8 @@ def search_branches(
         found = search.choose_cases()
         cases = [*map(parse_case_id, planned), *(case for case, _ in found)]
         beyond = _list_cases_beyond(executor, cases) if beyond_numbers else []
-    return {**_describe(search, found), "beyond": [[case.id, number] for case, number in beyond]}
+    absent = [package for package in packages if package not in sys.modules]
+    return {**_describe(search, found), "beyond": [[case.id, number] for case, number in beyond], "absent": absent}
 
 
 def _list_cases_beyond(executor: Executor, cases: Sequence[Case]) -> list[tuple[Case, int]]:

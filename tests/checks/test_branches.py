@@ -159,3 +159,10 @@ def test_a_number_that_is_compared_with_values_is_exceeded_at_quick() -> None:
     wrong = [record for record in report.records if record.verdict == FAIL]
     assert wrong
     assert all("longer than 40000, a number in the kernel's source" in record.reason for record in wrong)
+
+
+def test_a_package_that_the_kernel_does_not_import_is_named() -> None:
+    implementation = build_implementation(_attend_here, "kernel")
+    plan = plan_run([implementation], level="smoke", checks=[CHECKS_BY_NAME["branches"]], packages=["no_such_package"])
+    found = [record for record in Runner(Settings()).run(plan.jobs) if "no_such_package" in record.observable]
+    assert [record.verdict for record in found] == [UNJUDGED]
