@@ -20,6 +20,7 @@ import dataclasses
 import gc
 import linecache
 import operator
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,6 +221,8 @@ def _find_kernel_files(call: Callable[..., Any], packages: Sequence[str]) -> Cal
     def is_kernel_file(name: str) -> bool:
         if first is not None and name == first.__code__.co_filename:
             return True
+        if not os.path.isabs(name):  # code of a string, whose name may be that of a file elsewhere
+            return False
         path = Path(name).resolve()
         return any(
             path.is_relative_to(folder) and not {*_INSTALLED} & {*path.relative_to(folder).parts} for folder in folders

@@ -530,7 +530,7 @@ def _describe(search: _Search, found: Sequence[tuple[Case, Sequence[Branch]]]) -
     refused = search.list_refused()
     named = [*(index for index, _ in unreached), *(index for (index, _), _ in refused)]
     named += [index for _, branches in found for index, _ in branches]
-    root = os.path.commonpath([os.path.dirname(c.file) for c in conditions]) if conditions else ""
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(c.file)) for c in conditions]) if conditions else ""
     return {
         "conditions": {str(index): _describe_condition(conditions[index], root) for index in dict.fromkeys(named)},
         "unreached": [[index, outcome, search.describe_nearest(index, outcome)] for index, outcome in unreached],

@@ -89,6 +89,18 @@ def test_notes_the_operands_of_comparisons(decide: Callable[..., Any]) -> None:
     assert set(recording.table_keys) == {(64, 2), (128,)}
 
 
+def test_records_nothing_of_a_string_named_like_a_file_of_the_kernel(
+    decide: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(decide.__code__.co_filename).parent)
+    pasted: dict[str, Any] = {}
+    exec(compile(_SOURCE, "decisions_of_a_kernel.py", "exec"), pasted)
+    with record_branches(decide) as recording:
+        pasted["decide"](1)
+    assert {condition.file for condition in recording.conditions} == {decide.__code__.co_filename}
+    assert not recording.seen
+
+
 def test_says_which_outcome_raises(decide: Callable[..., Any]) -> None:
     with record_branches(decide) as recording:
         decide(1)
