@@ -9,9 +9,14 @@ decoding case has 33,024 keys (`cases.size_model`).
 
 The edge of the window lies at the far end of the long axis. So an off-by-one error in a position there hides or exposes
 a key.
+
+Two further cases have more batch rows or heads than 65,535, the most blocks that CUDA launches along the second and the
+third axis of a grid. They have one query and few keys.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from cases.case import Case
 from cases.grid import Supports
@@ -31,6 +36,8 @@ _LINES = (
     ),
 )
 _DEPTHS = (16, 64, 128)
+# Batch rows or heads.
+_MANY = 66_048
 
 
 def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -40,6 +47,17 @@ def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: 
         cases = (_build_case(*sizes, depth, seed) for sizes in line for depth in _DEPTHS)
         found.append(next((case for case in cases if supports(case) is None), None))
     return tuple(case for case in found if case is not None)
+
+
+def select_wide_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """Select one case with many batch rows and one with many heads, each with a single query."""
+    found = []
+    for many in ({"batch": _MANY}, {"num_q_heads": _MANY, "num_kv_heads": _MANY}):
+        sizes: dict[str, Any] = {"batch": 1, "num_q_heads": 1, "num_kv_heads": 1, **many}
+        found.append(
+            Case(phase="decode", q_length=1, kv_length=8, head_dim=16, v_head_dim=16, mask="full", seed=seed, **sizes)
+        )
+    return tuple(case for case in found if supports(case) is None)
 
 
 def _build_case(q_length: int, kv_length: int, mask: str, depth: int, seed: int) -> Case:

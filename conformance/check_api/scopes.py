@@ -22,7 +22,7 @@ from cases.ensemble_cases import select_ensemble_cases
 from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
-from cases.long_sequence_cases import select_long_sequence_cases
+from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
 from cases.operand_model import build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
 from cases.regressions import REGRESSIONS
@@ -121,13 +121,17 @@ def _build_scope(
 
 
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List the supported cases of all grids; above level `quick`, add very long sequences and named regressions."""
+    """List the supported cases of all grids; above level `quick`, add very large sizes and named regressions.
+
+    A kernel that is interpreted gets no case with very many batch rows or heads: an interpreter takes them one by one.
+    """
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
         return tuple(dict.fromkeys(gridded))
     supports = grids.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*gridded, *select_long_sequence_cases(grids.seed, supports), *named)))
+    wide = () if grids.implementation.accelerator.interpreted else select_wide_cases(grids.seed, supports)
+    return tuple(dict.fromkeys((*gridded, *select_long_sequence_cases(grids.seed, supports), *wide, *named)))
 
 
 def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:

@@ -100,6 +100,18 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased_heads": {"mask": "causal", "bias": "biashead", **_LONE},
     "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False, **_LONE},
 }
+OTHER_MASKS: dict[str, tuple[str, bool]] = {
+    "window": ("window-l31-r5", False),
+    "dense": ("dense-d60", True),
+    "causal_alone": ("causal", False),
+    "full": ("full", True),
+    "window_with_operands": ("window-l31-r5", True),
+}
+"""Masks under which transformed and sharded calls are made too, and whether the case's optional operands stay.
+
+The case itself is causal and has all operands. So each kind of mask meets each operand, and each stands alone. A kernel
+may have a path that it takes only without other operands.
+"""
 _DEFAULTS: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,
@@ -121,13 +133,10 @@ def are_made_elsewhere(case: Case) -> bool:
     return any(getattr(case, operand.field) != operand.absent for operand in WITH_OWN_CASES)
 
 
-def replace_mask(case: Case, spec: str) -> Case:
-    """Return the case under another mask; if it is a window, also without optional operands.
-
-    A kernel may have a path for windows that it takes only without other operands.
-    """
+def replace_mask(case: Case, spec: str, *, keep_operands: bool) -> Case:
+    """Return the case under another mask, with its optional operands or without them."""
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
-    return dataclasses.replace(case, mask=spec, **(absent if spec.startswith("window") else {}))
+    return dataclasses.replace(case, mask=spec, **({} if keep_operands else absent))
 
 
 def list_operands_with_calls(implementation: Implementation, case: Case) -> list[OptionalOperand]:

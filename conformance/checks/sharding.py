@@ -1,7 +1,7 @@
 """Check `sharding`: judge the call and its gradients on four devices by the oracle.
 
 - The call runs under `shard_map`, sharded over batch rows, heads or queries.
-- So does `out`, over batch rows and heads, under a window without other operands and under a mask that is an array.
+- So does `out`, over batch rows and heads, under other kinds of mask, with optional operands and without.
 - It runs on arrays with explicit shardings, without `shard_map`.
 - It is traced under `shard_map` with `check_vma=True`, JAX's check of the axes over which values differ.
 - It runs outside `jit` on arrays that lie on the second device.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -25,19 +26,14 @@ from cases.operand_registry import GRADIENT_OF, OPTIONAL
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
-from conformance.checks.few_operand_calls import are_made_elsewhere, replace_mask
+from conformance.checks.few_operand_calls import OTHER_MASKS, are_made_elsewhere, replace_mask
 from conformance.execution.executor import Values
 from conformance.executor_tasks import sharded_calls, single_calls
 from conformance.executor_tasks.sharded_calls import DEVICES
 from reports import records
 
-# Masks under which `out` is checked too, by the sharded axis and the end of the observable. The case itself is causal.
-_OTHER_MASKS: tuple[tuple[sharded_calls.ShardedAxis, str, str], ...] = (
-    ("batch", "window", "window-l31-r5"),
-    ("batch", "dense", "densebatch-d60"),
-    ("heads", "window", "window-l31-r5"),
-    ("heads", "dense", "dense-d60"),
-)
+# Specs of arrays that differ along the sharded axis, in place of an array that all devices share.
+_DENSE: dict[sharded_calls.ShardedAxis, str] = {"batch": "densebatch-d60", "heads": "densehead-d60"}
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
@@ -60,8 +56,10 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
             yield build_unsupported(name, f"this case cannot be shared by {DEVICES} devices: {error}")
             continue
         yield from run_subcheck(name, functools.partial(_check_axis, subject, case, name))
-    for axis, name, spec in () if are_made_elsewhere(subject.case) else _OTHER_MASKS:
-        yield from run_subcheck(f"{axis}_{name}", functools.partial(_check_other_mask, subject, axis, spec))
+    for axis, name in () if are_made_elsewhere(subject.case) else itertools.product(_DENSE, OTHER_MASKS):
+        yield from run_subcheck(
+            f"{axis}_{name}", functools.partial(_check_other_mask, subject, axis, *OTHER_MASKS[name])
+        )
     for name, judge in (("explicit", _check_explicit), ("checked", _check_vma), ("second", _check_second_device)):
         yield from run_subcheck(name, functools.partial(_check_unless_refused, subject, judge))
 
@@ -161,11 +159,17 @@ def _check_axis(subject: Subject, case: Case, axis: sharded_calls.ShardedAxis) -
     yield from _judge_results(subject, problem, do, judged, out, gradients)
 
 
-def _check_other_mask(subject: Subject, axis: sharded_calls.ShardedAxis, spec: str) -> Iterator[Judgement]:
-    """Check `out` with one axis sharded, under another mask; a window comes without optional operands."""
-    case = replace_mask(_remove_functions(_make_divisible(subject.case)), spec)
-    if (reason := _find_refusal(subject, case)) is not None:
-        yield build_unsupported("out", reason)
+def _check_other_mask(
+    subject: Subject, axis: sharded_calls.ShardedAxis, spec: str, keep_operands: bool
+) -> Iterator[Judgement]:
+    """Check `out` with one axis sharded, under another mask, with the optional operands of the case or without them."""
+    plain = _remove_functions(_make_divisible(subject.case))
+    specs = (_DENSE[axis], spec) if spec.startswith("dense") else (spec,)
+    cases = [replace_mask(plain, each, keep_operands=keep_operands) for each in specs]
+    reasons = [_find_refusal(subject, each) for each in cases]
+    case = next((each for each, reason in zip(cases, reasons, strict=True) if reason is None), None)
+    if case is None:
+        yield build_unsupported("out", reasons[-1] or "")
         return
     problem = draw_problem(case)
     if spec.startswith("dense") and "mask" not in subject.executor.run(single_calls.list_arrays, problem):

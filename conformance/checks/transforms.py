@@ -35,8 +35,6 @@ from reports import records
 _NEARBY_FACTOR = 1 + 2.0**-6
 # A factor for the scale. The cases have the scale 0.3; the result, 1.5, is above 1 and no power of two.
 _SCALE_FACTOR = 5.0
-# Masks under which some subchecks run too, by the end of their name. The case itself is causal.
-_OTHER_MASKS = {"window": "window-l31-r5", "dense": "dense-d60"}
 
 
 def check_transforms(subject: Subject) -> Iterator[Judgement]:
@@ -227,10 +225,10 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_mask(
-    spec: str, check: Callable[[ProblemPair], Iterator[Judgement]], pair: ProblemPair
+    spec: str, keep_operands: bool, check: Callable[[ProblemPair], Iterator[Judgement]], pair: ProblemPair
 ) -> Iterator[Judgement]:
-    """Run another subcheck under the mask `spec`: a window without optional operands, or an array beside them."""
-    case = few_operand_calls.replace_mask(pair.subject.case, spec)
+    """Run another subcheck under the mask `spec`, with the optional operands of the case or without them."""
+    case = few_operand_calls.replace_mask(pair.subject.case, spec, keep_operands=keep_operands)
     if pair.subject.case.storage is not None or few_operand_calls.are_made_elsewhere(pair.subject.case):
         return  # the mask of stored sequences is a window already
     if (refusal := pair.subject.implementation.supports(case)) is not None:
@@ -407,11 +405,11 @@ def _list_mapped_operands() -> dict[str, list[str]]:
 def _add_other_masks(
     checks: Mapping[str, Callable[[ProblemPair], Iterator[Judgement]]],
 ) -> dict[str, Callable[[ProblemPair], Iterator[Judgement]]]:
-    """Return the subchecks under each of `_OTHER_MASKS`."""
+    """Return the subchecks under each of the `OTHER_MASKS`."""
     return {
-        f"{name}_{mask}": functools.partial(_check_other_mask, spec, check)
+        f"{name}_{mask}": functools.partial(_check_other_mask, spec, keep_operands, check)
         for name, check in checks.items()
-        for mask, spec in _OTHER_MASKS.items()
+        for mask, (spec, keep_operands) in few_operand_calls.OTHER_MASKS.items()
     }
 
 

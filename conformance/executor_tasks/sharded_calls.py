@@ -98,14 +98,24 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
     """
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
-    lowered = set(arrays) - {operand.name for operand in OPERANDS}  # the arrays to which the mask was lowered
-    mask_specs = {name: rows for name in lowered if arrays[name].shape[0] == problem.q.shape[0]}
+    mask_specs = {name: rows for name in _list_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
     return call, arrays, _build_specs(problem, "B") | mask_specs, rows
 
 
 def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    """Return the call sharded over heads, as `_shard_batch` does; masks have their heads on the second axis."""
     call, arrays = executor.bind(problem)
-    return call, arrays, _build_specs(problem, "NK"), _build_spec(None, None, _AXIS)
+    mask_specs = {
+        name: _build_spec(None, _AXIS)
+        for name in _list_mask_arrays(arrays)
+        if arrays[name].ndim == 4 and arrays[name].shape[1] == problem.q.shape[2]
+    }
+    return call, arrays, _build_specs(problem, "NK") | mask_specs, _build_spec(None, None, _AXIS)
+
+
+def _list_mask_arrays(arrays: Arrays) -> set[str]:
+    """List the names of the arrays to which the mask was lowered."""
+    return set(arrays) - {operand.name for operand in OPERANDS}
 
 
 def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:

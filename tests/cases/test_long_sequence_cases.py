@@ -8,7 +8,7 @@ import pytest
 
 from cases.case import Case
 from cases.case_id import parse_case_id
-from cases.long_sequence_cases import select_long_sequence_cases
+from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
 from cases.operand_values import draw_problem
 from conformance.check_api.scopes import GRID, ImplementationGrids
 from conformance.check_api.subject import Subject
@@ -53,12 +53,21 @@ def test_other_kernels_are_asked_of_other_depths_lengths_and_masks() -> None:
 def test_they_are_asked_from_standard_on() -> None:
     implementation = implementation_registry.find_implementation("dot_product")
     asked = ImplementationGrids(implementation, "quick", 0)
-    assert not set(select_long_sequence_cases()) & set(GRID.cases(asked))
-    assert set(select_long_sequence_cases()) <= set(GRID.cases(dataclasses.replace(asked, level="standard")))
+    large = {*select_long_sequence_cases(), *select_wide_cases()}
+    assert not large & set(GRID.cases(asked))
+    assert large <= set(GRID.cases(dataclasses.replace(asked, level="standard")))
+
+
+def test_an_interpreted_kernel_is_not_asked_of_very_many_rows_and_heads() -> None:
+    rows, heads = select_wide_cases()
+    assert min(rows.batch, heads.num_q_heads) > 2**16, "more than the blocks of a launch"
+    implementation = implementation_registry.find_implementation("flash_gpu")
+    assert implementation.supports(rows) is implementation.supports(heads) is None
+    assert not {rows, heads} & set(GRID.cases(ImplementationGrids(implementation, "standard", 0)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", select_long_sequence_cases(), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*select_long_sequence_cases(), *select_wide_cases()], ids=lambda case: case.id)
 def test_each_discriminates(case: Case) -> None:
     null, margin = find_weakest_null(
         compute_margins(
