@@ -1,10 +1,12 @@
 """Show the progress of a long command: how much is done, how many failures there are, how long it will take.
 
-In a terminal, a display is a moving bar or status line. Elsewhere, it prints a line every 15 seconds.
+In a terminal, a display is a moving bar or status line. Elsewhere, it prints a line every 15 seconds, also while a
+single step takes longer.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -36,27 +38,47 @@ class _Display:
         self._console = console
         self._moving = moving
         self._started = self._last = time.monotonic()
+        self._text = ""
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._repeating = threading.Thread(target=self._repeat_text, daemon=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._moving.start()
+        else:
+            self._repeating.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over.set()
         self._moving.stop()
+        if self._repeating.ident is not None:
+            self._repeating.join()
 
     @property
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def _print_occasionally(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         """Print a line if there is no terminal and the last line was printed at least 15 seconds ago."""
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._last > _LINE_INTERVAL_SECONDS:
-            self._last = now
-            self._print(text)
+        self._text = text
+        self._print_if_due(text)
+
+    def _repeat_text(self) -> None:
+        """Print the last text again, with the time that has passed, whenever no line was printed for 15 seconds."""
+        while not self._is_over.wait(max(0.1, self._last + _LINE_INTERVAL_SECONDS - time.monotonic())):
+            if self._text:
+                self._print_if_due(f"{self._text}; still working, {self._elapsed:.0f} s since the start")
+
+    def _print_if_due(self, text: str) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if not self._console.is_terminal and now - self._last >= _LINE_INTERVAL_SECONDS:
+                self._last = now
+                self._print(text)
 
     def _print_red_case(self, red: Record) -> None:
         """Print a red case at once, so that the user learns of it before the run ends."""
@@ -87,6 +109,7 @@ class RunProgress(_Display):
         self._named = 0
         self._task = self._bar.add_task("judging", total=total, completed=self._done, red=len(self._red))
         super().__init__(console, self._bar)
+        self._text = self._describe()
 
     def advance(self, judged: Sequence[Record]) -> None:
         """Count one more job, which has these records."""
@@ -98,9 +121,12 @@ class RunProgress(_Display):
         self._red |= {record.key for record in red}  # a set of keys, since the summary counts a repeated judgement once
         self._bar.update(self._task, advance=1, red=len(self._red))
         left = self._elapsed * (self._total - self._done) / (self._done - self._before)
+        self._show(f"{self._describe()}, about {left:.0f} s left")
+        self._text = self._describe()
+
+    def _describe(self) -> str:
         records = "record" if len(self._red) == 1 else "records"
-        text = f"{self._done} of {self._total} jobs done, {len(self._red)} red {records}, about {left:.0f} s left"
-        self._print_occasionally(text)
+        return f"{self._done} of {self._total} jobs done, {len(self._red)} red {records}"
 
 
 class ExplorationProgress(_Display):
@@ -125,7 +151,7 @@ class ExplorationProgress(_Display):
         elif self._seconds is not None:
             text += f", {max(0.0, self._seconds - self._elapsed):.0f} s left"
         self._status.update(Text(text))
-        self._print_occasionally(text)
+        self._show(text)
 
     def _report_if_red(self, judged: Sequence[Record]) -> None:
         red = [record for record in judged if record.verdict in RED]
@@ -144,4 +170,4 @@ class StepProgress(_Display):
     def say(self, text: str) -> None:
         """Show the name of the current step."""
         self._status.update(Text(text))
-        self._print_occasionally(text)
+        self._show(text)

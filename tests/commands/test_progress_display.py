@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +32,18 @@ def test_progress_counts_jobs_and_red_records_as_the_summary_does(monkeypatch: p
     last = console.file.getvalue().splitlines()[-1]
     kept = {one.key: one for judged in [*before, *after] for one in judged}
     assert last.startswith(f"4 of 4 jobs done, {count_verdicts(kept.values()).red} red records")
+
+
+def test_a_line_comes_while_a_single_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_display, "_LINE_INTERVAL_SECONDS", 0.1)
+    console = Console(file=io.StringIO(), width=200)
+    assert isinstance(console.file, io.StringIO)
+    with progress_display.RunProgress(1, console):
+        while console.file.getvalue().count("0 of 1 jobs done, 0 red records; still working") < 2:
+            time.sleep(0.01)
+    printed = console.file.getvalue()
+    time.sleep(0.3)
+    assert console.file.getvalue() == printed  # nothing comes after the end
 
 
 def test_a_figure_and_its_limit_look_different_where_they_are() -> None:
