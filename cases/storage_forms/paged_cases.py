@@ -337,6 +337,17 @@ CASES = FormCases(
             "mask": f"own-linf-{FORTY}",
             "storage": "paged1",
         },
+        # Single queries whose groups have 64 heads.
+        "group": {
+            "phase": "decode",
+            "batch": 2,
+            "q_length": 1,
+            "kv_length": 40,
+            "mask": "own-linf-40-17",
+            "storage": "paged16",
+            "num_q_heads": 192,
+            "num_kv_heads": 3,
+        },
         "border": {**BORDER, **MANY_KEY_HEADS, "storage": "paged16-q2-4-1"},
         "room": {**ROOM, **LARGE_GROUP, "storage": "paged16-q0-2-0-1-0-0"},
         # A prompt longer than any block, and two tokens. The windows of 128 keys have passed most of the prompt's own

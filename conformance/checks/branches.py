@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +13,7 @@ from cases.case_id import parse_case_id
 from conformance.check_api.branch_search_request import FurtherCase
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
+from conformance.execution.executor import Executor
 from conformance.executor_tasks.branch_search import search_branches
 from reports import records
 from reports.unreached_branches import REACHES
@@ -29,7 +30,7 @@ _Index = Annotated[int, Meta(ge=0)]
 _Branch = tuple[_Index, bool]
 
 
-class _Found(msgspec.Struct, forbid_unknown_fields=True):
+class FoundBranches(msgspec.Struct, forbid_unknown_fields=True):
     """The result of a search as the kernel's process sends it, which the kernel could have forged."""
 
     conditions: dict[str, tuple[_Text, _Index, _Text, bool]]
@@ -49,6 +50,35 @@ class _Found(msgspec.Struct, forbid_unknown_fields=True):
             return f"{file}:{line}", f"the body of `{text}` {adverb}runs"
         return f"{file}:{line}", f"`{text}` is {adverb}{'true' if outcome else 'false'}"
 
+    def list_cases(self) -> list[FurtherCase]:
+        """List the cases that reach further branches, and those that are longer than numbers in the source.
+
+        Raises:
+          CaseIdError, ValueError, KeyError: if a case or a branch that was sent does not exist.
+        """
+        reached = [FurtherCase(parse_case_id(text), self._describe_reached(branches)) for text, branches in self.found]
+        return reached + [
+            FurtherCase(parse_case_id(text), f"the case is longer than {number}, a number in the kernel's source")
+            for text, number in self.beyond
+        ]
+
+    def _describe_reached(self, branches: list[_Branch]) -> str:
+        described = [" ".join(self.describe(*branch)) for branch in branches]
+        return f"{REACHES}{', '.join(dict.fromkeys(described))}"
+
+
+def search_from(
+    executor: Executor, planned: Sequence[str], packages: Sequence[str] = (), *, beyond_numbers: bool
+) -> FoundBranches:
+    """Search for the branches that the planned cases, given by their ids, do not reach.
+
+    Raises:
+      msgspec.ValidationError: if the kernel's process sends no valid result.
+    """
+    budget = _TRACES_PER_CASE * len(planned) + _MORE_TRACES
+    sent = executor.run(search_branches, planned, packages, budget, _SECONDS, beyond_numbers=beyond_numbers)
+    return msgspec.convert(sent, FoundBranches)
+
 
 def check_branches(subject: Subject) -> Iterator[Judgement]:
     """Check that the cases reach every branch of the kernel's source; further cases are searched for, and judged too.
@@ -57,21 +87,9 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
     """
     search = subject.branch_search
     planned = search.cases or (subject.case.id,)
-    sent = subject.executor.run(
-        search_branches,
-        planned,
-        search.packages,
-        _TRACES_PER_CASE * len(planned) + _MORE_TRACES,
-        _SECONDS,
-        beyond_numbers=search.beyond_numbers,
-    )
     try:
-        found = msgspec.convert(sent, _Found)
-        cases = [FurtherCase(parse_case_id(text), _describe_reached(found, reached)) for text, reached in found.found]
-        cases += [
-            FurtherCase(parse_case_id(text), f"the case is longer than {number}, a number in the kernel's source")
-            for text, number in found.beyond
-        ]
+        found = search_from(subject.executor, planned, search.packages, beyond_numbers=search.beyond_numbers)
+        cases = found.list_cases()
         yield from _judge(found)
         for package in found.absent:
             reason = f"the kernel does not import {package}, so none of its branches were searched"
@@ -87,12 +105,7 @@ def check_branches(subject: Subject) -> Iterator[Judgement]:
         yield Judgement(observable="further_cases", verdict=records.UNJUDGED, reason=reason)
 
 
-def _describe_reached(found: _Found, branches: list[_Branch]) -> str:
-    described = [" ".join(found.describe(*branch)) for branch in branches]
-    return f"{REACHES}{', '.join(dict.fromkeys(described))}"
-
-
-def _judge(found: _Found) -> Iterator[Judgement]:
+def _judge(found: FoundBranches) -> Iterator[Judgement]:
     """Judge the branches that no case reaches, and those that only refused calls reach."""
     if not found.reached:
         yield build_unsupported("reached", "no source of the kernel was read, or it has no branches")

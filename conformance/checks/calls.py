@@ -64,7 +64,8 @@ _VALUE_ORDERS = {2: (True, False, True), 3: (False, True)}
 #   mask is full, so each key has some weight.
 # - `many`: more than 40 heads, and more than 16 query heads in a group. `rest` has such a group for a single query.
 # - `packed`: tens of sequences in one batch row of 512 positions, separated by segment ids.
-# - `deep`: head dimensions above 256.
+# - `group`: a single query whose groups have 64 heads, for several key/value heads.
+# - `deep`, `deep_query`, `deep_queries`: head dimensions above 256, for many queries, for one and for five.
 # - `odd`: an odd number of heads of the usual dimension 64, each with its own key/value head.
 # - `seven`, `eleven`, `eleven_of_queries`: seven blocks of 64 along both axes, eleven blocks of 128 keys, or eleven
 #   blocks of 128 queries. A loop that takes four blocks at a time has three blocks left over.
@@ -103,9 +104,12 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "rest": tuple(
         {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_build_heads(17, 1), {})
     ),
+    "group": ({**_CACHE, "batch": 1, "kv_length": 100, **_build_heads(192, 3)},),
     "many": tuple({**_build_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({**_build_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
+    "deep_query": ({**_CACHE, "kv_length": 100, **_build_depths(512, 512)},),
+    "deep_queries": ({**_FULL, "q_length": 5, "kv_length": 100, **_build_depths(512, 512)},),
     "odd": tuple({**_build_heads(n, n), **_build_depths(64, 64), **short} for n in (7, 3) for short in _SHORT),
     "seven": tuple({**_UNCUT, "q_length": 448, "kv_length": 448, **depths} for depths in (_DEEPER[0], {})),
     "eleven": (

@@ -7,8 +7,10 @@ second, nearly all of it compilation. So Hypothesis is used in an unusual way:
 - Several batches fill a pool. Of each pool, only the cases with the most new combinations of properties are judged.
 - While a case shrinks, only the check that failed is run.
 
-Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the *code numbers*:
-numbers found in the kernel's source (`conformance.execution.kernel_constants`).
+Cases that reach branches of the kernel's source which no case of the grids reaches come first, as in a run
+(`conformance.executor_tasks.branch_search`). Then half of the cases are drawn from the whole space. The other half has
+sizes, masks and numbers near the *code numbers*: numbers found in the kernel's source
+(`conformance.execution.kernel_constants`).
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ import hypothesis
 import msgspec
 from hypothesis import configuration
 
-from cases.case import Case
+from cases.case import Case, CaseIdError
 from cases.case_id import matches_query
 from cases.case_space.alternatives import NothingToDraw
+from cases.case_space.case_changes import reduce_case
 from cases.case_space.case_strategies import draw_cases
 from cases.case_space.code_numbers import CodeNumbers
 from cases.case_space.novelty import Novelty
 from conformance import interrupts
 from conformance.check_api.scopes import GRID, ImplementationGrids
 from conformance.checks import CHECKS, Check
+from conformance.checks.branches import search_from
 from conformance.execution import kernel_errors
 from conformance.execution.kernel_constants import report_code_numbers
 from conformance.judging.exploration import (
@@ -70,6 +74,7 @@ _DEFAULT_SHRINK_SECONDS = 120.0
 _BATCH_EXAMPLES = 9
 _BATCHES_PER_POOL = 3  # the number of batches that fill a pool
 _JUDGED_PER_POOL = 6  # the number of cases of each pool that are judged
+_SEARCHED_FROM = 24  # the number of cases of the grid from which branches are searched
 _MAX_FRUITLESS_ROUNDS = 5  # after this many rounds without a new case, the space counts as exhausted
 
 __all__ = [
@@ -148,7 +153,7 @@ def build_budget(
 
 
 class InvalidCodeNumbers(Exception):
-    """The kernel's process sent no valid list of code numbers; the message is one line."""
+    """The kernel's process sent no valid code numbers or branches; the message is one line."""
 
 
 _MAX_NUMBERS = 64  # more than `report_code_numbers` ever returns
@@ -168,20 +173,25 @@ def _request_code_numbers(implementation: Implementation) -> CodeNumbers:
     Raises:
       InvalidCodeNumbers: if the answer is no valid list of numbers. The kernel can forge the answer.
     """
-    try:
+    with _convert_errors(implementation, "list of the numbers in its source"):
         integers, floats, in_source = msgspec.convert(
             create_executor(implementation).run(report_code_numbers), _SentNumbers
         )
+    return CodeNumbers(tuple(integers), tuple(floats), frozenset(in_source))
+
+
+@contextlib.contextmanager
+def _convert_errors(implementation: Implementation, wanted: str) -> Iterator[None]:
+    """Raise `InvalidCodeNumbers` for any error of the block, which asks the kernel's process for what is wanted."""
+    try:
+        yield
     except (Exception, ProcessLost) as error:  # the kernel can also choose the exception
         reason = (
             str(error)
-            if isinstance(error, msgspec.ValidationError | ProcessLost)
+            if isinstance(error, msgspec.ValidationError | ProcessLost | CaseIdError)
             else kernel_errors.describe_kernel_error(error)
         )
-        raise InvalidCodeNumbers(
-            f"{implementation.name} sent no valid list of the numbers in its source: {reason}"
-        ) from error
-    return CodeNumbers(tuple(integers), tuple(floats), frozenset(in_source))
+        raise InvalidCodeNumbers(f"{implementation.name} sent no valid {wanted}: {reason}") from error
 
 
 class OutOfTime(BaseException):
@@ -284,7 +294,9 @@ class _Explorer:
                 # `draw_cases` asks which cases are supported, to find what can be drawn. Those declined do not count.
                 self._declined.clear()
                 grids = ImplementationGrids(self._implementation, "quick", 0)
-                self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._code_numbers)
+                gridded = {case for grid in grids.all_grids for case in grid.cases}
+                self._novelty = Novelty(gridded, self._code_numbers)
+                self._judge_behind_branches(grids.grid.cases)
                 self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:
@@ -302,6 +314,36 @@ class _Explorer:
         if reason is not None:
             self._declined.add(case)
         return reason
+
+    def _judge_behind_branches(self, known: Sequence[Case]) -> None:
+        """Judge cases that reach branches which the first known cases do not reach, until one is wrong.
+
+        Raises:
+          InvalidCodeNumbers: if the kernel's process sends no valid result. The kernel can forge the result.
+        """
+        planned = [case for case in known[:_SEARCHED_FROM] if self._supports(case) is None]
+        if not planned:
+            return
+        with _convert_errors(self._implementation, "result of the search for branches"):
+            executor = create_executor(self._implementation)
+            further = search_from(executor, [case.id for case in planned], beyond_numbers=True).list_cases()
+        for case in dict.fromkeys(each.case for each in further):
+            if case in planned or self._supports(case) is not None:
+                continue
+            self._raise_if_spent()
+            self._novelty.add_case(case)
+            if self._add_drawn(case, self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))):
+                self._reduce(case)
+                return
+
+    def _reduce(self, case: Case) -> None:
+        """Make a wrong case plainer, one change at a time, while it stays wrong."""
+        plainer = next(
+            (each for each in reduce_case(case) if self._supports(each) is None and self._judge_smaller(each)), None
+        )
+        if plainer is not None:
+            self._reduce(plainer)
+        self._shrunk = True
 
     def _draw(self, strategies: Sequence[_Strategy]) -> None:
         """Draw and judge pools of cases until one is wrong, or several rounds find no new case."""

@@ -148,10 +148,10 @@ def test_refusals_that_nothing_declares_are_shown() -> None:
 
 
 def test_result_of_a_search_is_not_trusted() -> None:
-    from conformance.checks.branches import _Found
+    from conformance.checks.branches import FoundBranches
 
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"conditions": {}, "found": [["x", [["y"]]]]}, _Found)
+        msgspec.convert({"conditions": {}, "found": [["x", [["y"]]]]}, FoundBranches)
 
 
 def test_a_number_that_is_compared_with_values_is_exceeded_at_quick() -> None:

@@ -76,7 +76,14 @@ def explore_kernel(
 @declare(behind_mask="finite")
 def fail_for_long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
     """Be wrong for more than 1000 keys in whole blocks of 192."""
-    return naive.attention(q, k, v * 1.01 if k.shape[1] % 192 == 0 and k.shape[1] > 1000 else v, causal=causal)
+    wrong = (k.shape[1] % 192 == 0) & (k.shape[1] > 1000)  # no branch, which would be searched first
+    return naive.attention(q, k, v * (1.0 + 0.01 * wrong), causal=causal)
+
+
+@declare(behind_mask="finite")
+def fail_for_an_odd_cache(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+    """Be wrong for one length alone."""
+    return naive.attention(q, k, v * 1.01 if 3 * k.shape[1] == 2331 else v, causal=causal)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,17 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters(monke
     said = "\n".join(explorer.describe_exploration(found, 0))
     assert re.search(r"numbers in the code: .*192.* \(source\)", said)
     assert "tried around them: " in said
+
+
+def test_a_branch_that_no_case_of_the_grids_reaches_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda job: job.case.kv_length == 777)
+    found = explore_kernel(fail_for_an_odd_cache, examples=3)
+    assert found.failing is not None
+    assert found.first is not None
+    assert found.failing.kv_length == 777
+    assert found.judged == 1
+    assert found.shrunk
+    assert compute_plainness(found.failing) <= compute_plainness(found.first)
 
 
 @pytest.mark.nightly

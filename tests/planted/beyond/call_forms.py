@@ -139,6 +139,52 @@ def _stop_one_early_with_fewer_queries(correct: Kernel) -> Kernel:
     return kernel
 
 
+def _share_the_last_heads(correct: Kernel) -> Kernel:
+    """All query heads beyond the 128 rows of a tile read the last key/value head of the tile."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        heads = jnp.arange(arrays["q"].shape[2]) // (arrays["q"].shape[2] // arrays["k"].shape[2])
+        read = heads[jnp.minimum(jnp.arange(len(heads)), 127 * arrays["q"].shape[1])]
+        return correct({**arrays, "k": arrays["k"][:, :, read], "v": arrays["v"][:, :, read]}, statics)
+
+    return kernel
+
+
+def _cut_depth_by_queries(correct: Kernel) -> Kernel:
+    """A tile of few queries has room for the first components of each query only."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        q = arrays["q"]
+        kept = jnp.arange(q.shape[3]) < 384 + 16 * q.shape[1]
+        scale = statics["scale"] if statics["scale"] is not None else q.shape[3] ** -0.5
+        return correct({**arrays, "q": jnp.where(kept, q, 0)}, {**statics, "scale": scale})
+
+    return kernel
+
+
+def _lose_the_mapped_cap(correct: Kernel) -> Kernel:
+    """The rule for `vmap` of a call with a window has no soft cap."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        if statics["window"] is not None and type(arrays["q"]).__name__ == "BatchTracer":
+            statics = {**statics, "soft_cap": None}
+        return correct(arrays, statics)
+
+    return kernel
+
+
+def _lose_the_sinks_of_shards(correct: Kernel) -> Kernel:
+    """On a device with some of the heads, a call without a mask has no sinks."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        has_mask = statics["causal"] or statics["window"] is not None or arrays.get("mask") is not None
+        if jax.sharding.get_abstract_mesh().manual_axes and not has_mask:
+            arrays = {**arrays, "sinks": None}
+        return correct(arrays, statics)
+
+    return kernel
+
+
 def _donate(function: Callable[..., Any], name: str) -> Callable[[], Implementation]:
     """Build the function around an inner program that gets `name` donated."""
 
@@ -153,6 +199,10 @@ def _donate(function: Callable[..., Any], name: str) -> Callable[[], Implementat
 
 def _has_window(case: Case) -> bool:
     return "window" in case.mask
+
+
+def _has_sinks_alone(case: Case) -> bool:
+    return case.sinks and case.mask == "full"
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -190,6 +240,34 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="sharding.window",
         reference="inferred from TransformerEngine issue 3528, where a side is lost on the way to another path",
         trigger=_has_window,
+    ),
+    *_plant(
+        "cap-lost-where-a-window-is-mapped",
+        _lose_the_mapped_cap,
+        kind="vmap.window",
+        reference="inferred from TransformerEngine issue 3528, where a side is lost on the way to another path",
+        trigger=_has_window,
+    ),
+    *_plant(
+        "sinks-lost-where-a-call-without-a-mask-is-sharded",
+        _lose_the_sinks_of_shards,
+        kind="sharding.sinks",
+        reference="inferred from TransformerEngine issue 3528, where a side is lost on the way to another path",
+        trigger=_has_sinks_alone,
+    ),
+    *_plant(
+        "query-heads-beyond-a-tile-share-a-key-head",
+        _share_the_last_heads,
+        kind="group.large",
+        reference="inferred from launches that hold a fixed number of rows",
+        trigger=lambda case: case.q_length == 1 and case.num_q_heads > 128 and case.num_kv_heads > 1,
+    ),
+    *_plant(
+        "depth-cut-where-queries-are-few",
+        _cut_depth_by_queries,
+        kind="depth.few-queries",
+        reference="inferred from tiles of queries that are sized for usual depths",
+        trigger=lambda case: case.head_dim > 384 + 16 * case.q_length,
     ),
     *_plant(
         "window-one-key-short-where-queries-end-before-keys",
