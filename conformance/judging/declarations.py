@@ -16,6 +16,7 @@ from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS
 from conformance.execution.plain_support import PlainSupport
+from conformance.execution.stored_calls import LatentCall, StoredCall
 from conformance.sandbox.sandboxed_executor import KernelProxy
 from impls.contract.declarations import (
     Arithmetic,
@@ -136,6 +137,13 @@ def redeclare_implementation(implementation: Implementation, declarations: Mappi
 def _change_call(implementation: Implementation, declarations: Mapping[str, Any]) -> Implementation:
     """Return the implementation of a plain function whose calls are made by these declarations."""
     call, support = implementation.call, implementation.supports_case
+    if isinstance(call, StoredCall):
+        changed = _change_call(dataclasses.replace(implementation, call=call.call), declarations)
+        lowered = dataclasses.replace(call, call=changed.call, formulas=implementation.formulas)
+        return dataclasses.replace(changed, call=lowered)
+    if isinstance(call, LatentCall):
+        changed = _change_call(dataclasses.replace(implementation, call=call.call), declarations)
+        return dataclasses.replace(changed, call=dataclasses.replace(call, call=changed.call))
     if isinstance(call, KernelProxy) and isinstance(support, PlainSupport):
         proxy = KernelProxy(call.process, tuple(declarations.items()))
         support = dataclasses.replace(support, causal=declarations.get("causal", support.causal))

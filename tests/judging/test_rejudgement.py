@@ -329,6 +329,48 @@ def all_in_input(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(z, axis=-1), v, precision="highest")
 
 
+_STORED_KERNELS = """
+import jax.numpy as jnp
+from conformance import declare
+from tests.kernels import latent_attention, serving_attention
+
+def in_base_two(found):
+    out, residuals = found
+    return out, {**residuals, "logsumexp": residuals["logsumexp"] * jnp.log2(jnp.e)}
+
+@declare(behind_mask="finite")
+def packed(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, save_residuals=False):
+    places = {"cu_q_lens": cu_q_lens, "cu_kv_lens": cu_kv_lens, "num_seqs": num_seqs}
+    found = serving_attention.packed(q, k, v, **places, causal=causal, window=window, save_residuals=save_residuals)
+    return in_base_two(found) if save_residuals else found
+
+@declare(behind_mask="finite")
+def latent(q, latent, *, value_dim, scale, mask=None, save_residuals=False):
+    options = {"value_dim": value_dim, "scale": scale, "mask": mask}
+    found = latent_attention.dense(q, latent, **options, save_residuals=save_residuals)
+    return in_base_two(found) if save_residuals else found
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("packed", "train/f32/B3.T20.S20.N2.K1.H16.V16/own-linf-20-3-9/packed-q7-3-8/normal/s0"),
+        ("latent", "train/f32/B1.T9.S7.N2.K1.H6.V6/full/scale0.5/latent/normal/s2"),
+    ],
+)
+def test_a_declaration_is_named_for_a_kernel_of_stored_operands_in_its_own_process(
+    name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("stored_kernels.py").write_text(_STORED_KERNELS)
+    kernel = load_sandboxed(f"stored_kernels.py:{name}", None, Limits(timeout=60.0, memory=4 * 2**30))
+    jobs = run_plan.plan_case(kernel, parse_case_id(case), [CHECKS_BY_NAME["residuals"]]).jobs
+    found = Runner(Settings()).run(jobs)
+    end_all_processes()
+    assert {record.remedy for record in found if record.verdict == FAIL} == {"logsumexp_base=2"}
+
+
 # It takes 40 s. By day one declaration explains a failure, and `tests.reports` names several that explain it together.
 @pytest.mark.nightly
 def test_declarations_that_explain_a_failure_together_are_named() -> None:
