@@ -291,7 +291,9 @@ def _iter_program_numbers(program: Any) -> Iterator[Any]:
     for equation in program.eqns:
         for given in equation.invars:
             if isinstance(given, core.Literal) and np.ndim(given.val) == 0:
-                yield np.asarray(given.val).item()
+                value = np.asarray(given.val).item()
+                if isinstance(value, int | float):  # not complex, nor float0, whose item is a tuple
+                    yield value
         for made in equation.outvars:
             yield from getattr(made.aval, "shape", ())
         if equation.primitive.name == "convert_element_type":
