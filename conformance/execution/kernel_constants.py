@@ -179,7 +179,9 @@ def _list_referenced(x: Any) -> list[Any]:
         return _list_referenced_by_function(x)
     if isinstance(x, type):
         return [] if _is_foreign(x) else [value for name, value in vars(x).items() if not name.startswith("__")]
-    found = [getattr(x, "__wrapped__", None)]
+    found = []
+    with contextlib.suppress(Exception):  # reading an attribute of a lazy module may import, and fail
+        found.append(getattr(x, "__wrapped__", None))
     if not _is_foreign(type(x)) and hasattr(x, "__dict__"):
         found += [type(x), *vars(x).values()]
     elif callable(x):  # objects such as `jax.custom_vjp` hold the functions that they wrap
