@@ -179,7 +179,9 @@ def _list_referenced(x: Any) -> list[Any]:
         return _list_referenced_by_function(x)
     if isinstance(x, type):
         return [] if _is_foreign(x) else [value for name, value in vars(x).items() if not name.startswith("__")]
-    found = [getattr(x, "__wrapped__", None)]
+    found = []
+    with contextlib.suppress(Exception):  # reading an attribute of a lazy module may import, and fail
+        found.append(getattr(x, "__wrapped__", None))
     if not _is_foreign(type(x)) and hasattr(x, "__dict__"):
         found += [type(x), *vars(x).values()]
     elif callable(x):  # objects such as `jax.custom_vjp` hold the functions that they wrap
@@ -291,7 +293,9 @@ def _iter_program_numbers(program: Any) -> Iterator[Any]:
     for equation in program.eqns:
         for given in equation.invars:
             if isinstance(given, core.Literal) and np.ndim(given.val) == 0:
-                yield np.asarray(given.val).item()
+                value = np.asarray(given.val).item()
+                if isinstance(value, int | float):  # not complex, nor float0, whose item is a tuple
+                    yield value
         for made in equation.outvars:
             yield from getattr(made.aval, "shape", ())
         if equation.primitive.name == "convert_element_type":

@@ -144,8 +144,8 @@ class RunSpec:
     level: str | None = option(
         None,
         WHAT,
-        "smoke: what tells most (about 30 s of processor time); quick, the default: every pair of levels (90 s); "
-        "standard: every triple (6 min); deep: every quadruple",
+        "smoke: what tells most (about 20 s of processor time); quick, the default: every pair of levels (100 s); "
+        "standard: every triple (10 min); deep: every quadruple",
         choices=LEVELS,
         implied="quick",
         pytest=True,

@@ -25,7 +25,18 @@ of the logits, and `s` the scale. Everything else is as in docs/contract.md, sec
 The last is for a bias that varies over keys and is in 16 bits. Other biases would need a term for the error of `D` that
 all keys of a row share.
 
-If logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k` and `e = sum_j p^2 w_z`, these terms are added:
+A derivative by JAX may include that of the row's maximum `m`, which is exactly zero. It is computed as minus the sum of
+the row's `dz`, so all errors of the row are moved to the key with the maximum. If `dz` comes from weights that are not
+normalised yet, these are the errors of `dp` and of the weights in `D`. Let `t(ij)` be the share of a key in the
+maximum: 1 for one key of a row, and 0 for all others. With `w_1 = c u_p^2 p^2 dp^2`, `w_2 = c u_p^2 dz^2`,
+`k_m = sum_j t k`, `k' = sum_j p k` and `var_p(D) = sum_j w_p dp^2`, the variances are then
+
+    var(dq)  = s^2 [sum_j (w_1 (k - k_m)^2 + w_2 k^2) + var_p(D) (k' - k_m)^2] + var(round dq)
+    w_dz + p^2 var(D)  becomes  w_1 (1 - 2 t) + t^2 sum_j w_1 + w_2 + (t - p)^2 var_p(D)
+
+where the second line is for `dk` and `dbias`. Each element has the larger one of both variances.
+
+If logits are rounded, with `w_z = c u_z^2 z^2` and `e = sum_j p^2 w_z`, these terms are added:
 
     out:  + sum_j w_z [p (v - out)]^2                 from dp_j = p_j (dz_j - sum_l p_l dz_l), where d means "error of"
     dv:   + sum_i p^2 (w_z (1 - 2 p) + e) do^2
@@ -34,7 +45,7 @@ If logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k` and `e = sum_j
 
 A softmax in the operands' dtype, with their roundoff `u_s`, rounds more. Rounding `z - m` and the weight acts like an
 error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. Rounding the sum is one relative error of all probabilities
-of a row. The backward pass rounds `p dp`, `D` and `p D`:
+of a row. The backward pass rounds `p dp`, `D` and `p D`. There are no terms for a derivative of the maximum then:
 
     w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
     out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
@@ -57,6 +68,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -88,8 +100,12 @@ def compute_ulp(values: Array, dtype: str) -> Array:
     return np.ldexp(1.0, exponent - _PRECISION[dtype])
 
 
+Maximum = Literal["constant", "differentiated", "either"]
+"""What a kernel's derivative takes the maximum of a row for; `"either"` is the larger variance of both."""
+
+
 def compute_error_variance(
-    problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None = None
+    problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None = None, maximum: Maximum = "either"
 ) -> dict[str, ErrorVariance]:
     """Compute `out`, and `dq`, `dk`, `dv` for a cotangent of `out`, with the variance of a correct kernel's errors.
 
@@ -97,6 +113,7 @@ def compute_error_variance(
       problem: operands in bf16 or f16, without soft cap, sinks and `score_mod`. A bias must have their dtype.
       arithmetic: the arithmetic that the implementation declares; with a bias, logits and softmax in f32.
       cotangent: cotangent of `out`; None to compute the forward pass only.
+      maximum: what the kernel's derivative takes the maximum of a row for.
 
     Raises:
       ValueError: if the derivation does not cover the problem.
@@ -127,7 +144,7 @@ def compute_error_variance(
         _add_forward(values, variances, group, u)
         if cotangent is not None:
             do = cotangent.out[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)
-            _add_backward(values, variances, group, do, u, dtype)
+            _add_backward(values, variances, group, do, u, dtype, maximum)
     spacings = {name: compute_ulp(value, dtype) for name, value in values.items()}
     return {
         name: ErrorVariance(values[name], variances[name] + spacings[name] ** 2 / 12, spacings[name]) for name in names
@@ -160,7 +177,13 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], group: H
 
 
 def _add_backward(
-    values: dict[str, Array], variances: dict[str, Array], group: HeadGroup, do: Array, u: Roundoff, dtype: str
+    values: dict[str, Array],
+    variances: dict[str, Array],
+    group: HeadGroup,
+    do: Array,
+    u: Roundoff,
+    dtype: str,
+    maximum: Maximum,
 ) -> None:
     """Write one group's gradients and their error variances into `values` and `variances`."""
     dp = group.dp(do)
@@ -175,7 +198,8 @@ def _add_backward(
     q2, k2, do2 = (_to_float32(x) ** 2 for x in (group.q, group.k, do))
     rounded_p, rounded_dz = (_compute_rounding_variance(x, u) for x in (p2, dz2))
     shared = (rounded_p * dp2).sum(axis=-1) + (compute_ulp(group.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
-    w_dz = TERM * u.probabilities**2 * p2 * dp2 + rounded_dz
+    w_dp = TERM * u.probabilities**2 * p2 * dp2
+    w_dz = w_dp + rounded_dz
     in_dtype = TERM * u.softmax**2
     if u.softmax:
         d2 = _to_float32(d) ** 2
@@ -187,6 +211,16 @@ def _add_backward(
     if u.softmax:
         var_dq = var_dq + in_dtype * (dq / group.scale - d * mean_k) ** 2
         by_pair = by_pair + in_dtype * _to_float32(dz - group.p * d) ** 2
+        ways = [(var_dq, by_pair)]
+    else:
+        top = _find_maximum(group)
+        top_k = top @ group.k
+        from_p, from_dp = (x.sum(axis=-1, keepdims=True) for x in (rounded_p * dp2, w_dp))
+        moved = w_dz @ k2 - 2 * top_k * (w_dp @ group.k) + top_k**2 * from_dp + from_p * (mean_k - top_k) ** 2
+        moved_by_pair = rounded_dz + w_dp * (1 - 2 * top) + top**2 * from_dp + (top - group.p) ** 2 * from_p
+        known = {"constant": (var_dq, by_pair), "differentiated": (moved, moved_by_pair)}
+        ways = list(known.values()) if maximum == "either" else [known[maximum]]
+    var_dq, by_pairs = np.max([dq_errors for dq_errors, _ in ways], axis=0), [pairs for _, pairs in ways]
     if u.logits or u.softmax:
         w_z = _compute_logit_variance(group, u)
         p, small = _to_float32(group.p), _to_float32(dz)
@@ -194,9 +228,10 @@ def _add_backward(
         k, row = _to_float32(group.k), dq / group.scale
         var_dq = var_dq + (w_z * dz2) @ k2 - 2 * mean_k * ((w_z * dz2) @ k) + mean_k**2 * f
         var_dq = var_dq + row**2 * e - 2 * row * ((w_z * small * p) @ k - mean_k * h)
-        by_pair = by_pair + w_z * dz2 * (1 - 4 * p) + dz2 * e + p2 * f + 2 * small * p * h
+        from_logits = w_z * dz2 * (1 - 4 * p) + dz2 * e + p2 * f + 2 * small * p * h
+        by_pairs = [each + from_logits for each in by_pairs]
         w_p = w_p + p2 * (w_z * (1 - 2 * p) + e)
-    var_dk = group.scale**2 * (by_pair.transpose(0, 2, 1) @ q2)
+    var_dk = group.scale**2 * np.max([each.transpose(0, 2, 1) @ q2 for each in by_pairs], axis=0)
     var_dv = w_p.transpose(0, 2, 1) @ do2
     if len(do) > 1:
         var_dk = var_dk + compute_ulp(dk_by_head, dtype) ** 2 / 12
@@ -217,15 +252,26 @@ def _add_backward(
     variances["dv"][keys] = var_dv.sum(axis=0)
     if "dbias" in values:
         _add_bias_gradient(values["dbias"], group, dz)
-        _add_bias_gradient(variances["dbias"], group, by_pair)
+        _add_bias_gradient(variances["dbias"], group, *by_pairs)
 
 
-def _add_bias_gradient(total: Array, group: HeadGroup, by_pair: Array) -> None:
-    """Add one group's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast."""
+def _find_maximum(group: HeadGroup) -> Array:
+    """Return the share of each key in the maximum of its row, `[G, T, S]`: 1 over the number of equal maxima, or 0."""
+    logits = np.where(group.allowed, group.z, -np.inf)
+    is_top = logits == logits.max(axis=-1, keepdims=True)
+    return _to_float32(is_top / is_top.sum(axis=-1, keepdims=True))
+
+
+def _add_bias_gradient(total: Array, group: HeadGroup, *by_pair: Array) -> None:
+    """Add one group's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast.
+
+    The larger sum is added if there is more than one `by_pair`.
+    """
     rows = group.batch if total.shape[0] > 1 else 0
     heads = group.heads if total.shape[1] > 1 else slice(None)
     axes = tuple(axis for axis in (0, 1) if total.shape[1 + axis] == 1)
-    total[rows, heads] += by_pair.sum(axis=axes, keepdims=True, dtype=np.float64)
+    sums = [each.sum(axis=axes, keepdims=True, dtype=np.float64) for each in by_pair]
+    total[rows, heads] += np.max(sums, axis=0)
 
 
 def _compute_rounding_variance(squares: Array, u: Roundoff) -> Array:

@@ -152,6 +152,31 @@ def test_the_blocks_of_a_pallas_call_are_seen() -> None:
     assert 32 in find_code_numbers(build_implementation(declared, "through")).integers
 
 
+def test_values_of_a_program_that_are_no_numbers_are_left_out() -> None:
+    """Gradients of integers have the dtype float0, whose values are tuples in NumPy."""
+
+    def with_float0(q: Any, k: Any, v: Any) -> Any:
+        jax.lax.full((96,), np.zeros((), jax.dtypes.float0))
+        return naive.attention(q, k, v) + jnp.real(jnp.full((), 1j)).astype(q.dtype)
+
+    assert 96 in find_code_numbers(build_implementation(with_float0, "with_float0")).integers
+
+
+class _LazyModule:
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"it has no {name} before a module is installed")
+
+
+LAZY = _LazyModule()
+
+
+def test_a_global_that_cannot_be_read_is_passed_over() -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return LAZY.attention(q, k, v) if q.shape[1] > 384 else naive.attention(q, k, v)
+
+    assert 384 in find_code_numbers(build_implementation(attention, "attention")).integers
+
+
 def test_code_numbers_are_the_same_every_time() -> None:
     first, second = (find_code_numbers(build_implementation(of_a_global, "it")) for _ in range(2))
     assert first == second
