@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from cases.masks.mask_base import And, Mask, Or, iter_leaves
-from cases.masks.row_masks import Lengths, OwnWindow
+from cases.masks.row_masks import HeadWindow, Lengths, OwnWindow
 
 __all__ = ["MaskFunction", "has_formula"]
 
 
 def has_formula(mask: Mask) -> bool:
-    """Return whether `mask` is a formula of positions and batch row, with no part that is an array."""
-    return all(leaf.is_computed or isinstance(leaf, Lengths | OwnWindow) for leaf in iter_leaves(mask))
+    """Return whether `mask` is a formula of positions, batch row and head, with no part that is an array."""
+    return all(leaf.is_computed or isinstance(leaf, Lengths | OwnWindow | HeadWindow) for leaf in iter_leaves(mask))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,26 +35,28 @@ class MaskFunction:
 
     def __call__(self, b: Any, n: Any, i: Any, j: Any) -> Any:
         """Return booleans: whether each query may attend to each key."""
-        return _evaluate(self.mask, b, i, j)
+        return _evaluate(self.mask, b, n, i, j)
 
 
-def _evaluate(mask: Mask, b: Any, i: Any, j: Any) -> Any:
-    """Evaluate `mask` for batch rows `b`, queries `i` and keys `j`."""
+def _evaluate(mask: Mask, b: Any, n: Any, i: Any, j: Any) -> Any:
+    """Evaluate `mask` for batch rows `b`, heads `n`, queries `i` and keys `j`."""
     if isinstance(mask, And):
-        return _evaluate(mask.left, b, i, j) & _evaluate(mask.right, b, i, j)
+        return _evaluate(mask.left, b, n, i, j) & _evaluate(mask.right, b, n, i, j)
     if isinstance(mask, Or):
-        return _evaluate(mask.left, b, i, j) | _evaluate(mask.right, b, i, j)
+        return _evaluate(mask.left, b, n, i, j) | _evaluate(mask.right, b, n, i, j)
     if isinstance(mask, Lengths):
-        return (j < _select_row(mask.lengths, b)) & (i >= 0)
+        return (j < _select(mask.lengths, b)) & (i >= 0)
     if isinstance(mask, OwnWindow):
-        position = _select_row(mask.positions, b) + i
+        position = _select(mask.positions, b) + i
         return (j <= position) if mask.left is None else (j <= position) & (j >= position - mask.left)
+    if isinstance(mask, HeadWindow):
+        return (j <= i) & (j >= i - _select(mask.lefts, n))
     return mask.allowed(i, j)
 
 
-def _select_row(numbers: Sequence[int], b: Any) -> Any:
-    """Return `numbers[b]` as a sum over batch rows, so that a kernel that calls this captures no array."""
+def _select(numbers: Sequence[int], index: Any) -> Any:
+    """Return `numbers[index]` as a sum over all numbers, so that a kernel that calls this captures no array."""
     found: Any = 0
-    for row, number in enumerate(numbers):
-        found = found + (b == row) * number
+    for place, number in enumerate(numbers):
+        found = found + (index == place) * number
     return found

@@ -1,4 +1,4 @@
-"""Mask classes that differ by batch row: key lengths, windows at each row's position, keys selected at run time."""
+"""Mask classes that differ by batch row or head: lengths, windows of a row or of a head, keys selected at run time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cases.masks.mask_base import PARTIAL, Dense, Mask
 from cases.masks.mask_formulas import SEQUENCE
 from cases.masks.mask_numbers import FAR, require_integer, require_integers
 
-__all__ = ["Indexer", "Lengths", "OwnWindow"]
+__all__ = ["HeadWindow", "Indexer", "Lengths", "OwnWindow"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,3 +120,27 @@ class OwnWindow(Mask):
 
     def select_keys(self, start: int, stop: int) -> Mask | None:
         return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindow(Mask):
+    """The window `i - lefts[n] <= j <= i`: each query head `n` has its own left side."""
+
+    lefts: tuple[int, ...]
+    computed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lefts", require_integers("window lefts", self.lefts))
+        if any(left < 0 for left in self.lefts):
+            raise ValueError(f"window lefts must be >= 0, got {self.lefts}")
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        lefts = np.asarray(self.lefts).reshape((1, -1) + (1,) * np.ndim(j))
+        return (j <= i) & (j >= i - lefts)
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if len(self.lefts) != num_q_heads:
+            raise ValueError(f"the mask must have {num_q_heads} sides, one for each query head, got {len(self.lefts)}")
+
+    def select_keys(self, start: int, stop: int) -> Mask | None:
+        return None

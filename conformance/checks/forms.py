@@ -1,9 +1,9 @@
 """Check `forms`: an argument in another form gives the result that it means, or is refused.
 
 A scale may be an integer, a NumPy number, traced, or zero. A window may be a list. A bias may have its own dtype. A
-mask or a bias may have axes of length 1, or lack leading axes. An implementation must return the result that the
-argument means, or raise an exception. A result for another meaning is a failure. An exception of any type is reported
-as unsupported.
+mask or a bias may have axes of length 1, or lack leading axes. A `mask_mod` may differ between heads. An
+implementation must return the result that the argument means, or raise an exception. A result for another meaning is a
+failure. An exception of any type is reported as unsupported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from cases.case import Case
-from cases.masks import Dense
+from cases.masks import Dense, HeadWindow
 from cases.moba_mask import depends_on_data
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement, build_unsupported
@@ -83,9 +83,21 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
     if flags["mask"] and subject.case.mask.startswith("dense-"):
         yield from _iter_mask_forms(problem)
         yield from _iter_square_forms(subject, "mask", "densehead-d60", "densebatch-d60")
+    if subject.case.mask == "causal" and subject.case.storage is None:
+        yield from _iter_mask_functions(subject)
     if problem.bias is not None and (subject.case.bias == "bias" or not _supports_plain_bias(subject)):
         yield from _iter_bias_forms(problem)
         yield from _iter_square_forms(subject, "bias", "biashead", "biasbatch")
+
+
+def _iter_mask_functions(subject: Subject) -> Iterator[_Form]:
+    """Yield a `mask_mod` that differs between query heads, also between those of a group."""
+    shared = dataclasses.replace(subject.case, num_q_heads=3 * subject.case.num_kv_heads)
+    case = shared if subject.implementation.supports(shared) is None else subject.case
+    lefts = tuple(3 + 5 * n for n in range(case.num_q_heads))
+    meant = dataclasses.replace(draw_problem(case), mask=HeadWindow(lefts))
+    if subject.executor.run(single_calls.find_mask_arguments, meant)["mask_mod"]:
+        yield _Form("mask_mod_by_head", meant, case=case)
 
 
 def _supports_plain_bias(subject: Subject) -> bool:

@@ -79,13 +79,14 @@ def has_parameter(executor: Executor, keyword: str) -> bool:
 
 
 def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
-    """Return by name whether the call gets `causal=True` and a `mask` array, and its `window` (a pair) or None."""
+    """Return by name whether the call gets `causal=True`, a `mask` array and a `mask_mod`, and its `window` or None."""
     statics, arrays = executor.arguments(problem)
     window = statics.get("window")
     return {
         "causal": statics.get("causal") is True,
         "window": window if isinstance(window, tuple) else None,
         "mask": isinstance(arrays.get("mask"), np.ndarray),
+        "mask_mod": "mask_mod" in statics,
     }
 
 
