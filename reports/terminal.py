@@ -33,7 +33,6 @@ from reports.text_format import (
     format_worst,
     shorten_text,
 )
-from reports.unreached_branches import BRANCHES
 
 MAX_FINDINGS = 10
 MAX_LINES = 9
