@@ -32,6 +32,7 @@ from reports.records import (
     Record,
     Worst,
 )
+from reports.unreached_branches import REACHES
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
@@ -294,6 +295,17 @@ def test_a_finding_says_what_float64_says_of_its_plainest_case(verdict: str, bey
     assert finding_text.format_exactness(after).startswith(said)
     assert bool(said) == bool(finding_text.format_exactness(after))
     assert (after.records, after.kind, after.inside) == (before.records, before.kind, before.inside)
+
+
+def test_the_title_of_failures_behind_one_branch_names_their_confirmed_levels_too() -> None:
+    asked = [make_record(case) for case in list_cases()[:20] if not has_levels(case, "right side")]
+    wide = BASE.replace("full", "window-l79-r1")
+    found = make_record(wide.replace("/s0", "/s7"), verdict=FAIL, reason=f"{REACHES}flash.py:18 `right > 0` is true")
+    (before,) = root_causes.find_root_causes([*asked, found])
+    (after,) = root_causes.find_root_causes([*asked, found], [make_record(wide, verdict=FAIL), make_record(BASE)])
+    branch = "where flash.py:18 `right > 0` is true"
+    assert finding_text.format_title(before) == f"out is wrong {branch}"
+    assert finding_text.format_title(after) == f"out is wrong under a window that reaches to the right, {branch}"
 
 
 def test_what_only_float64_shows_has_its_own_title() -> None:
