@@ -16,6 +16,7 @@ from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS
 from conformance.execution.plain_support import PlainSupport
+from conformance.execution.stored_calls import LatentCall, StoredCall
 from conformance.sandbox.sandboxed_executor import KernelProxy
 from impls.contract.declarations import (
     Arithmetic,
@@ -136,6 +137,8 @@ def redeclare_implementation(implementation: Implementation, declarations: Mappi
 def _change_call(implementation: Implementation, declarations: Mapping[str, Any]) -> Implementation:
     """Return the implementation of a plain function whose calls are made by these declarations."""
     call, support = implementation.call, implementation.supports_case
+    if isinstance(call, StoredCall | LatentCall):  # an executor has wrapped it, and wraps the new call too
+        call = call.call
     if isinstance(call, KernelProxy) and isinstance(support, PlainSupport):
         proxy = KernelProxy(call.process, tuple(declarations.items()))
         support = dataclasses.replace(support, causal=declarations.get("causal", support.causal))

@@ -26,6 +26,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.executor_tasks import single_calls
 from conformance.judging import discrimination, flag_share, rejudgement, run_plan
 from conformance.judging.declarations import list_declarations
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_process import Limits, end_all_processes
@@ -35,6 +36,7 @@ from impls.contract.implementation import Implementation
 from reports import records
 from reports.records import DECLARATIONS_TRIED, ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
 from tests.kernels import naive
+from tests.reports.causes.faults.faulty_kernels import FaultyKernel
 
 CASE = "train/{}/B1.T16.S16.N2.K1.H16.V16/{}/normal/s{}"
 FULL = CASE.format("f32", "full", 0)
@@ -342,6 +344,21 @@ def test_what_lies_behind_the_mask_is_explained_on_every_case() -> None:
     red = [record for record in judge(leaks, *cases, checks=("poison",)) if record.verdict in records.RED]
     assert {record.case for record in red} == set(cases)
     assert {record.remedy for record in red} == {'behind_mask="finite"'}
+
+
+def test_other_formulas_are_tried_on_a_sandboxed_kernel_of_packed_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FaultyKernel("packed", "packed_attention", (), (), (("m + jnp.log(full))", "jnp.log2(full) + m * 1.5)"),))
+    monkeypatch.chdir(tmp_path)
+    Path("kernel.py").write_text(source.source)
+    kernel = load_sandboxed("kernel.py:attention", None, Limits(timeout=60.0, memory=4 * 2**30))
+    packed = parse_case_id("train/f32/B3.T12.S30.N2.K2.H16.V16/own-l5-30-7-0/packed-q12-9-2/normal/s0")
+    found = Runner(Settings()).judge(Job(kernel, packed, (CHECKS_BY_NAME["residuals"],)))
+    end_all_processes()
+    wrong = [record for record in found if record.verdict in records.RED]
+    assert {record.observable for record in wrong} == {"logsumexp"}
+    assert [record.figures[DECLARATIONS_TRIED] for record in wrong] == [1.0]
 
 
 def test_no_declaration_explains_what_is_wrong() -> None:
