@@ -46,7 +46,7 @@ SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
 _EXTRA_WEIGHT = 0.4
 # Factor on the index of the second comparison, which uses only the bug's elements in the wrong gradients.
 _SHARED_RESULT_WEIGHT = 0.75
-# The least similarity of a bug that has the kernel's own sizes wherever the kernel is wrong, and the fewest such results.
+# The least similarity of a bug with the kernel's own sizes wherever the kernel is wrong, and the fewest such results.
 _SAME_WHERE_WRONG, _FEWEST_SAME = 0.5, 3
 # The closeness of two sizes of the same wrong result is a sum of three shares: a constant share, a share that falls
 # slowly with the difference of the sizes, and a share that falls fast. Sizes are base-10 logarithms. A decay is the
