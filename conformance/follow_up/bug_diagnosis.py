@@ -127,13 +127,17 @@ class _Comparison:
             if ranked:
                 self._cases_of[number] += 1
                 return jobs[min(ranked)[1]]
-        return next((job for job in jobs if waiting and job.case.id not in self._right), None)
+        return next((job for job in jobs if self._may_show(waiting, job) and job.case.id not in self._right), None)
+
+    def _may_show(self, numbers: Iterable[int], job: Job) -> bool:
+        """Return whether a case judges results of the kind that one of these findings, given by their places, is of."""
+        return any(self._findings[number].kind != GRADIENTS or job.case.phase == "train" for number in numbers)
 
     def _rank(self, number: int, job: Job) -> tuple[bool, bool, int] | None:
         """Rank how much a case says of a finding; None for a case that says nothing."""
         finding, case = self._findings[number], job.case.id
         shared = _count_shared(finding, case)
-        if finding.levels and not shared:
+        if (finding.levels and not shared) or not self._may_show([number], job):
             return None
         others = sum(_concerns(other, case) for other in self._findings if other is not finding)
         if finding.levels is None:  # cases with the features of one that fails say most

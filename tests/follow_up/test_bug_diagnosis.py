@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 
 from cases.error_profile_cases import ERROR_PROFILE_CASES
+from conformance.execution import implementation_registry
 from conformance.follow_up import bug_diagnosis
+from conformance.sensitivity import error_profiles
 from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, load_profiles
 from reports.causes import finding_text
 from reports.causes.case_levels import find_levels
+from reports.causes.finding import FORWARD, GRADIENTS
 from reports.page_model import build_summary
 from reports.records import FAIL, PASS, Diagnosis, Record, RunInfo
 
@@ -107,6 +110,19 @@ def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: 
     both = [record for record in probes if "/sinks/" in record.case and ".N4.K2." in record.case]
     assert any(record.observable == "out" and record.verdict == FAIL for record in both)
     assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None
+
+
+@pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
+def test_wrong_gradients_are_compared_on_cases_with_gradients_only(
+    bank: list[KnownBug], levels: tuple[()] | None
+) -> None:
+    records = judge(bank, ("dk-of-last-head-of-group",), probes=False)
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    kernel = implementation_registry.find_implementation("dot_product")
+    jobs = [job for job in error_profiles.iter_profile_jobs(kernel) if job.case.phase != "train"]
+    for kind, is_asked in ((GRADIENTS, False), (FORWARD, True)):
+        finding = dataclasses.replace(text.finding, levels=levels, kind=kind)
+        assert (bug_diagnosis._Comparison([finding], {}, bank).choose_next(jobs) is not None) == is_asked
 
 
 @pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
