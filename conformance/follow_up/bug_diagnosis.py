@@ -43,7 +43,8 @@ Bugs that are less similar than the first by more than this are not named beside
 _MIN_SIMILARITY = 0.5
 """The least similarity of a bug that is named for a finding.
 
-It is above the minimum for a whole kernel, because a finding is compared on few cases.
+It is above the minimum for a whole kernel, because a finding is compared on few cases. A bug that is wrong in the same
+results of the same cases, and in no others, needs the minimum for a whole kernel only.
 """
 _PROFILE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
@@ -322,7 +323,7 @@ def _has_profile_case(finding: Finding) -> bool:
 
 
 def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
-    likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY]
+    likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY or each.is_wrong_alike]
     least = SAME_SIMILARITY if _is_same(likely) else likely[0].similarity - _CLEAR_LEAD if likely else 0.0
     bugs = tuple(
         SimilarBug(each.bug.name, each.bug.family, each.bug.reference, round(each.similarity, 2))

@@ -64,6 +64,7 @@ class Similarity:
     similarity: float  # Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes
     shared: tuple[Element, ...]  # the results that are wrong in both the bug and the kernel
     rest: int  # number of the kernel's wrong results that are right in the bug
+    is_wrong_alike: bool  # whether both are wrong in the same results of the same cases, of those that both judged
 
 
 def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
@@ -121,7 +122,8 @@ def compare_profiles(profile: ErrorProfile, bug: KnownBug) -> Similarity:
     if len(of_kernel) == len(profile.wrong) and _has_same_sizes(of_kernel, of_bug):
         index = max(index, _SAME_WHERE_WRONG)
     both = sorted(of_kernel.keys() & of_bug.keys())
-    return Similarity(bug, index, tuple(both), len(profile.wrong) - len(both))
+    is_wrong_alike = len(both) == len(profile.wrong) == len(of_bug)
+    return Similarity(bug, index, tuple(both), len(profile.wrong) - len(both), is_wrong_alike)
 
 
 def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:

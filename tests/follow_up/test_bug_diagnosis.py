@@ -112,6 +112,24 @@ def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: 
     assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None
 
 
+def test_a_bug_that_is_wrong_in_the_same_places_is_named_also_by_other_numbers(bank: list[KnownBug]) -> None:
+    (fault,) = (bug for bug in bank if bug.name == "cap-before-bias")
+    shifted = {
+        case: {name: size if size is None else size + 0.2 for name, size in sizes.items()}
+        for case, sizes in fault.profile.sizes.items()
+    }
+    case, sizes = next((case, sizes) for case, sizes in shifted.items() if "dk" in sizes and not any(sizes.values()))
+    elsewhere = {**shifted, case: {**sizes, "dk": 3.0}}
+    records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    for other, is_named in ((shifted, True), (elsewhere, False)):
+        alike = dataclasses.replace(fault, name="other-numbers", profile=ErrorProfile(other))
+        (nearest,) = bug_diagnosis.find_similar_bugs([text.finding], probes, {}, [alike]).values()
+        assert nearest
+        assert nearest[0].similarity < 0.5
+        assert bool(bug_diagnosis._build_diagnosis(nearest, 1, 1).bugs) == is_named
+
+
 @pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
 def test_wrong_gradients_are_compared_on_cases_with_gradients_only(
     bank: list[KnownBug], levels: tuple[()] | None
