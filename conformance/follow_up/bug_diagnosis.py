@@ -263,7 +263,7 @@ def _find_owners(case: str, findings: Sequence[Finding]) -> list[int]:
 
 def _concerns(finding: Finding, case: str) -> bool:
     """Return whether a case has all levels that a finding needs."""
-    return finding.levels is not None and frozenset(finding.levels) <= find_levels(case)
+    return finding.levels is not None and _find_compared_levels(finding) <= find_levels(case)
 
 
 def _select_features(case: str) -> frozenset[Level]:
@@ -273,7 +273,23 @@ def _select_features(case: str) -> frozenset[Level]:
 
 def _count_shared(finding: Finding, case: str) -> int:
     """Return how many levels of a finding a case has."""
-    return len(frozenset(finding.levels or ()) & find_levels(case))
+    return len(_find_compared_levels(finding) & find_levels(case))
+
+
+def _find_compared_levels(finding: Finding) -> frozenset[Level]:
+    """Find the levels by which cases are chosen for a finding: its own, if an error profile case has one of them.
+
+    Otherwise they are those of an alternative that no judged case distinguishes, if it has such a case.
+    """
+    combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
+    present = (levels for levels in combinations if levels & _find_profile_levels())
+    return next(present, combinations[0])
+
+
+@functools.cache
+def _find_profile_levels() -> frozenset[Level]:
+    """Find the levels that error profile cases have."""
+    return frozenset().union(*(find_levels(one.case.id) for one in ERROR_PROFILE_CASES))
 
 
 def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: bool = False) -> RunInfo:
@@ -346,7 +362,9 @@ def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> 
     wrong = [finding for finding in findings if finding.kind in (RAISES, FORWARD, GRADIENTS)]
     if not wrong or not all(finding.levels for finding in wrong):
         return {}
-    needed = [frozenset(finding.levels or ()) for finding in wrong]
+    needed = [
+        levels for finding in wrong for levels in (frozenset(finding.levels or ()), _find_compared_levels(finding))
+    ]
     judged = [record for record in records if record.verdict in JUDGED and record.check in _PROFILE_CHECKS]
     known = {level for case in {record.case for record in judged} for level in _select_features(case)}
     results: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))

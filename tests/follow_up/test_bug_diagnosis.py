@@ -164,5 +164,14 @@ def test_a_finding_of_a_kind_that_is_never_compared_does_not_ask_for_time(bank: 
     (empty,) = (level for level in find_levels(EMPTY_ROWS) if level.name == "empty rows")
     assert bug_diagnosis._has_profile_case(text.finding)
     assert not bug_diagnosis._has_profile_case(dataclasses.replace(text.finding, levels=(empty,)))
+    # An alternative that no case distinguishes may have such a case.
+    (causal,) = (
+        level for level in find_levels("train/f32/B1.T8.S8.N1.K1.H8.V8/causal/normal/s0") if level.name == "causal"
+    )
+    alternative = dataclasses.replace(text.finding, levels=(empty,), others=((causal,),))
+    assert bug_diagnosis._has_profile_case(alternative)
+    listed = bug_diagnosis.list_right_cases(records, [alternative])
+    assert listed
+    assert not [case for case in listed if {empty, causal} & find_levels(case)]
     (line,) = finding_text.format_diagnosis(Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=False))
     assert "--diagnose-seconds" not in line
