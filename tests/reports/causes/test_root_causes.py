@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import strategies
 
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from cases.grid import build_grid
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
@@ -274,6 +275,17 @@ def test_probes_are_evidence_and_are_not_counted() -> None:
     assert after.is_confirmed
     assert after.smallest == probes[0]
     assert finding_text.format_confirmation(after) == "confirmed: this case fails, and the same without sinks passes"
+
+
+def test_cases_that_were_chosen_for_a_finding_do_not_move_it() -> None:
+    asked = [one for one in make_records(lambda case, result: has_levels(case, "sinks")) if one.check == "forward"]
+    profile = [one.case.id for one in ERROR_PROFILE_CASES if one.case.phase == "train"]
+    (before,) = root_causes.find_root_causes(asked)
+    assert root_causes.find_root_causes(asked, [make_record(case, verdict=FAIL) for case in profile]) == [before]
+    plain = next(case for case in profile if case.endswith("full/normal/s0"))
+    probes = [make_record(plain.replace("full", "full/sinks"), verdict=FAIL), make_record(plain)]
+    (after,) = root_causes.find_root_causes(asked, probes)
+    assert after.without == (plain,)  # one that passes nevertheless is evidence
 
 
 @pytest.mark.parametrize(
