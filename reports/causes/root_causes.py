@@ -97,8 +97,8 @@ class _Evidence:
     ) -> None:
         self._implementation = implementation
         self._red = [record for record in records if record.verdict in RED]
-        # What a probe finds in float64 says what a fault is, and not where it is. Error profile cases are chosen to fail,
-        # so that a finding can be compared with planted bugs. Those that do fail would move the finding.
+        # What a probe finds in float64 says what a fault is, and not where it is. Error profile cases are chosen to
+        # fail, so that a finding can be compared with planted bugs. Those that do fail would move the finding.
         chosen = _PROFILE_CASES & {record.case for record in probes if record.verdict in RED}
         located = (*records, *(r for r in probes if r.check != ALGORITHM and r.case not in chosen))
         self._judged = [record for record in located if record.verdict in (PASS, FAIL, ERROR)]
