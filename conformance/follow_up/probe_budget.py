@@ -3,8 +3,8 @@
 A probe is not started if it is expected to take longer than the time left. A probe that does take longer is cut off by
 an alarm signal (SIGALRM). The expected time comes from the run's records of the same kernel and check, on cases of
 about the same size. Cases on which a check judged its failures again are left out if there are others, since a probe is
-judged once. The records do not have the time of the oracle and of starting processes. So the expected time is
-multiplied by the ratio of real to expected time of the probes so far.
+judged once. The records do not have the time of the oracle and of starting processes. So the excess of the
+probes so far is added: their mean excess, or their relative excess if that is less.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class ProbeBudget:
                 cases = self._seen.setdefault(of_check, {})
                 cases[record.case] = cases.get(record.case, 0.0) + record.seconds
         self._expected_seconds = self._used_seconds = 0.0
+        self._probes = 0
         self.declined = False  # whether a probe was left out or cut off for lack of time
 
     @property
@@ -58,16 +59,17 @@ class ProbeBudget:
     def judge(self, job: Job, seconds: float = math.inf, *, is_known: bool = False) -> list[Record] | None:
         """Judge a job and return its records; None if that would take, or took, too long.
 
-        A job that `is_known` was judged before, so the recorded time is not multiplied.
+        A job that `is_known` was judged before, so nothing is added to the recorded time.
 
         The limit is the time left, or `seconds` if that is less. A sandboxed kernel is cut off at any point, by ending
         its process. A kernel in the judge's process is cut off when the interpreter runs the next bytecode.
         """
         seconds, expected = min(seconds, self.left), self._estimate_seconds(job)
-        underestimate = 1.0
+        likely = expected
         if self._expected_seconds and not is_known:
-            underestimate = max(1.0, self._used_seconds / self._expected_seconds)
-        if underestimate * expected >= seconds:
+            excess = max(0.0, self._used_seconds - self._expected_seconds)
+            likely += min(excess / self._probes, expected * excess / self._expected_seconds)
+        if likely >= seconds:
             self.declined = True
             return None
         began = time.monotonic()
@@ -79,6 +81,7 @@ class ProbeBudget:
             self.declined = True
             return None
         finally:
+            self._probes += 1
             self._expected_seconds += expected
             self._used_seconds += time.monotonic() - began
 

@@ -129,6 +129,22 @@ def test_the_time_of_judging_a_failure_again_is_not_expected_of_a_probe() -> Non
     assert ProbeBudget(Silent(Settings()), 4.0, [again]).judge(job) is None
 
 
+def test_what_starting_took_once_is_not_multiplied_by_the_length_of_the_next_probe() -> None:
+    class Starting(Runner):
+        def judge(self, job: Job) -> list[Record]:
+            return []
+
+    kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
+    short, long = (parse_case_id(CAUSAL.format("").replace("16", size)) for size in ("16", "256"))
+    known = [
+        Record(implementation=kernel.name, platform="cpu", case=case.id, check="forward", observable="out",
+               verdict=PASS, seconds=seconds) for case, seconds in ((short, 0.001), (long, 0.5))
+    ]  # fmt: skip
+    allowance = ProbeBudget(Starting(Settings()), 5.0, known)
+    allowance._expected_seconds, allowance._used_seconds, allowance._probes = 0.001, 0.3, 1
+    assert allowance.judge(Job(kernel, long, FORWARD)) == []
+
+
 @pytest.mark.parametrize(("spent", "most"), [(0.1, 15.0), (60.0, 15.0), (150.0, 15.0), (3600.0, 360.0)])
 def test_both_together_take_a_tenth_and_no_less_than_15_seconds(spent: float, most: float) -> None:
     assert 0.9 * most < follow_up.compute_allowed_seconds(spent) < most
