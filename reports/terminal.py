@@ -16,7 +16,7 @@ from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, IN
 from reports.page_model import Summary
 from reports.printable_text import make_printable
 from reports.record_groups import get_implementation
-from reports.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record
+from reports.records import BRANCHES, ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record
 from reports.records.measurement import AGREES, TIMED, Measurement
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import (
@@ -33,7 +33,6 @@ from reports.text_format import (
     format_worst,
     shorten_text,
 )
-from reports.unreached_branches import BRANCHES
 
 MAX_FINDINGS = 10
 MAX_LINES = 9

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from reports.record_groups import JudgedImplementation
-from reports.records import FAIL, UNJUDGED, Record
+from reports.records import BRANCHES, FAIL, UNJUDGED, Record
 
-BRANCHES = "branches"
-"""The name of the check whose records say what no case reaches."""
 REACHES = "the case runs what no planned case reaches: "
 """The beginning of the reason of a failure on a case that was searched for. A list of branches follows."""
 

@@ -136,6 +136,14 @@ def test_a_record_that_answers_another_question_than_its_job_is_refused(
         read(tmp_path, serialize_run(RUN) + "\n" + serialize_job(0, [record]))
 
 
+def test_a_job_that_searches_branches_may_have_records_of_other_cases(tmp_path: Path) -> None:
+    job = PlannedJob("kernel", CASES[0], (records.BRANCHES,), ("0", ""))
+    found = [msgspec.structs.replace(passed(CASES[0]), check=records.BRANCHES), passed("train/f32/found")]
+    run = msgspec.structs.replace(RUN, jobs=(job,))
+    (back,) = read(tmp_path, serialize_run(run) + "\n" + serialize_job(0, found))
+    assert back.done == {0: tuple(found)}
+
+
 def test_a_record_of_a_kernel_that_the_run_does_not_judge_is_refused(tmp_path: Path) -> None:
     stranger = msgspec.structs.replace(passed("*"), implementation="other")
     for line in (records.serialize_record(stranger) + "\n", serialize_probe(stranger)):

@@ -43,7 +43,8 @@ Bugs that are less similar than the first by more than this are not named beside
 _MIN_SIMILARITY = 0.5
 """The least similarity of a bug that is named for a finding.
 
-It is above the minimum for a whole kernel, because a finding is compared on few cases.
+It is above the minimum for a whole kernel, because a finding is compared on few cases. A bug that is wrong in the same
+results of the same cases, and in no others, needs the minimum for a whole kernel only.
 """
 _PROFILE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
@@ -127,13 +128,17 @@ class _Comparison:
             if ranked:
                 self._cases_of[number] += 1
                 return jobs[min(ranked)[1]]
-        return next((job for job in jobs if waiting and job.case.id not in self._right), None)
+        return next((job for job in jobs if self._may_show(waiting, job) and job.case.id not in self._right), None)
+
+    def _may_show(self, numbers: Iterable[int], job: Job) -> bool:
+        """Return whether a case judges results of the kind that one of these findings, given by their places, is of."""
+        return any(self._findings[number].kind != GRADIENTS or job.case.phase == "train" for number in numbers)
 
     def _rank(self, number: int, job: Job) -> tuple[bool, bool, int] | None:
         """Rank how much a case says of a finding; None for a case that says nothing."""
         finding, case = self._findings[number], job.case.id
         shared = _count_shared(finding, case)
-        if finding.levels and not shared:
+        if (finding.levels and not shared) or not self._may_show([number], job):
             return None
         others = sum(_concerns(other, case) for other in self._findings if other is not finding)
         if finding.levels is None:  # cases with the features of one that fails say most
@@ -258,7 +263,7 @@ def _find_owners(case: str, findings: Sequence[Finding]) -> list[int]:
 
 def _concerns(finding: Finding, case: str) -> bool:
     """Return whether a case has all levels that a finding needs."""
-    return finding.levels is not None and frozenset(finding.levels) <= find_levels(case)
+    return finding.levels is not None and _find_compared_levels(finding) <= find_levels(case)
 
 
 def _select_features(case: str) -> frozenset[Level]:
@@ -268,7 +273,23 @@ def _select_features(case: str) -> frozenset[Level]:
 
 def _count_shared(finding: Finding, case: str) -> int:
     """Return how many levels of a finding a case has."""
-    return len(frozenset(finding.levels or ()) & find_levels(case))
+    return len(_find_compared_levels(finding) & find_levels(case))
+
+
+def _find_compared_levels(finding: Finding) -> frozenset[Level]:
+    """Find the levels by which cases are chosen for a finding: its own, if an error profile case has one of them.
+
+    Otherwise they are those of an alternative that no judged case distinguishes, if it has such a case.
+    """
+    combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
+    present = (levels for levels in combinations if levels & _find_profile_levels())
+    return next(present, combinations[0])
+
+
+@functools.cache
+def _find_profile_levels() -> frozenset[Level]:
+    """Find the levels that error profile cases have."""
+    return frozenset().union(*(find_levels(one.case.id) for one in ERROR_PROFILE_CASES))
 
 
 def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: bool = False) -> RunInfo:
@@ -318,7 +339,7 @@ def _has_profile_case(finding: Finding) -> bool:
 
 
 def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
-    likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY]
+    likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY or each.is_wrong_alike]
     least = SAME_SIMILARITY if _is_same(likely) else likely[0].similarity - _CLEAR_LEAD if likely else 0.0
     bugs = tuple(
         SimilarBug(each.bug.name, each.bug.family, each.bug.reference, round(each.similarity, 2))
@@ -341,7 +362,9 @@ def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> 
     wrong = [finding for finding in findings if finding.kind in (RAISES, FORWARD, GRADIENTS)]
     if not wrong or not all(finding.levels for finding in wrong):
         return {}
-    needed = [frozenset(finding.levels or ()) for finding in wrong]
+    needed = [
+        levels for finding in wrong for levels in (frozenset(finding.levels or ()), _find_compared_levels(finding))
+    ]
     judged = [record for record in records if record.verdict in JUDGED and record.check in _PROFILE_CHECKS]
     known = {level for case in {record.case for record in judged} for level in _select_features(case)}
     results: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))

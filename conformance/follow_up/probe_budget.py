@@ -2,8 +2,9 @@
 
 A probe is not started if it is expected to take longer than the time left. A probe that does take longer is cut off by
 an alarm signal (SIGALRM). The expected time comes from the run's records of the same kernel and check, on cases of
-about the same size. These records leave out the time of the oracle and of starting processes. So the expected time is
-multiplied by the ratio of real to expected time of the probes so far.
+about the same size. Cases on which a check judged its failures again are left out if there are others, since a probe is
+judged once. The records do not have the time of the oracle and of starting processes. So the excess of the
+probes so far is added: their mean excess, or their relative excess if that is less.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.sandbox import sandboxed_executor
 from conformance.sandbox.kernel_process import ProcessLost
-from reports.records import Record
+from reports.records import DECLARATIONS_TRIED, RATIO_FAST_COMPILE, Record
 
 _NEAREST_CASES = 3  # a probe is expected to take as long as the slowest of this many cases nearest in size
+_JUDGED_AGAIN = frozenset({RATIO_FAST_COMPILE, DECLARATIONS_TRIED})
+"""The figures of a record whose check judged the case again, by other flags or declarations."""
 _MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # the shortest time until the alarm, and the time between its repetitions
 
 
@@ -36,11 +39,16 @@ class ProbeBudget:
         self._runner, self.seconds = runner, seconds
         self._until = time.monotonic() + seconds
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
+        known = list(known)
+        repeated = {_get_key(record) for record in known if record.figures.keys() & _JUDGED_AGAIN}
+        others = {(record.implementation, record.check) for record in known if _get_key(record) not in repeated}
         for record in known:
-            if record.seconds:
-                cases = self._seen.setdefault((record.implementation, record.check), {})
+            of_check = record.implementation, record.check
+            if record.seconds and not (of_check in others and _get_key(record) in repeated):
+                cases = self._seen.setdefault(of_check, {})
                 cases[record.case] = cases.get(record.case, 0.0) + record.seconds
         self._expected_seconds = self._used_seconds = 0.0
+        self._probes = 0
         self.declined = False  # whether a probe was left out or cut off for lack of time
 
     @property
@@ -51,16 +59,17 @@ class ProbeBudget:
     def judge(self, job: Job, seconds: float = math.inf, *, is_known: bool = False) -> list[Record] | None:
         """Judge a job and return its records; None if that would take, or took, too long.
 
-        A job that `is_known` was judged before, so the recorded time is not multiplied.
+        A job that `is_known` was judged before, so nothing is added to the recorded time.
 
         The limit is the time left, or `seconds` if that is less. A sandboxed kernel is cut off at any point, by ending
         its process. A kernel in the judge's process is cut off when the interpreter runs the next bytecode.
         """
         seconds, expected = min(seconds, self.left), self._estimate_seconds(job)
-        underestimate = 1.0
+        likely = expected
         if self._expected_seconds and not is_known:
-            underestimate = max(1.0, self._used_seconds / self._expected_seconds)
-        if underestimate * expected >= seconds:
+            excess = max(0.0, self._used_seconds - self._expected_seconds)
+            likely += min(excess / self._probes, expected * excess / self._expected_seconds)
+        if likely >= seconds:
             self.declined = True
             return None
         began = time.monotonic()
@@ -72,6 +81,7 @@ class ProbeBudget:
             self.declined = True
             return None
         finally:
+            self._probes += 1
             self._expected_seconds += expected
             self._used_seconds += time.monotonic() - began
 
@@ -82,6 +92,10 @@ class ProbeBudget:
         seen = (self._seen.get((name, check.name)) for check in job.checks)
         # A check without records may take as long as any other check of this kernel.
         return sum(_find_slowest_nearby(job.case, [cases] if cases else every) for cases in seen)
+
+
+def _get_key(record: Record) -> tuple[str, str, str]:
+    return record.implementation, record.check, record.case
 
 
 def _find_slowest_nearby(case: Case, seen: Iterable[dict[str, float]]) -> float:

@@ -137,13 +137,12 @@ def redeclare_implementation(implementation: Implementation, declarations: Mappi
 def _change_call(implementation: Implementation, declarations: Mapping[str, Any]) -> Implementation:
     """Return the implementation of a plain function whose calls are made by these declarations."""
     call, support = implementation.call, implementation.supports_case
-    if isinstance(call, StoredCall):
+    if isinstance(call, StoredCall | LatentCall):  # an executor has wrapped it
         changed = _change_call(dataclasses.replace(implementation, call=call.call), declarations)
-        lowered = dataclasses.replace(call, call=changed.call, formulas=implementation.formulas)
-        return dataclasses.replace(changed, call=lowered)
-    if isinstance(call, LatentCall):
-        changed = _change_call(dataclasses.replace(implementation, call=call.call), declarations)
-        return dataclasses.replace(changed, call=dataclasses.replace(call, call=changed.call))
+        wrapped = dataclasses.replace(call, call=changed.call)
+        if isinstance(wrapped, StoredCall):
+            wrapped = dataclasses.replace(wrapped, formulas=implementation.formulas)
+        return dataclasses.replace(changed, call=wrapped)
     if isinstance(call, KernelProxy) and isinstance(support, PlainSupport):
         proxy = KernelProxy(call.process, tuple(declarations.items()))
         support = dataclasses.replace(support, causal=declarations.get("causal", support.causal))

@@ -25,8 +25,7 @@ from conformance.execution import implementation_registry
 from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
 from reports import records
-from reports.records import Record
-from reports.unreached_branches import BRANCHES
+from reports.records import BRANCHES, Record
 
 TABLE = "attention_conformance"
 _TABLE_KEYS = (

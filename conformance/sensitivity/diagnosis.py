@@ -13,6 +13,10 @@ set are the wrong results. The index is the weight of the common elements, divid
 A backward pass recomputes most of the forward pass, and may do so separately for each gradient. So a bug of the forward
 pass may also occur in the code of one gradient. If only gradients are wrong, they are therefore compared a second time.
 The second comparison uses only those elements of a bug that are in the same gradients.
+
+A mistake may also be made in fewer cases than that of a bug: a window's right side is ignored unless it is zero. Then
+every wrong result of the kernel has the bug's size, and the bug is wrong in further cases. So many equal sizes are no
+coincidence, and such a bug has `_SAME_WHERE_WRONG` as its least similarity.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, Element, ErrorProfile, KnownBug
+from conformance.sensitivity.error_profiles import CHECK_SEPARATOR, INFINITE_SIZE, Element, ErrorProfile, KnownBug
 
 MAX_NAMED = 3
 """The largest number of bugs that are named for one fault, and the largest number of faults of a kernel."""
@@ -42,6 +46,8 @@ SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
 _EXTRA_WEIGHT = 0.4
 # Factor on the index of the second comparison, which uses only the bug's elements in the wrong gradients.
 _SHARED_RESULT_WEIGHT = 0.75
+# The least similarity of a bug with the kernel's own sizes wherever the kernel is wrong, and the fewest such results.
+_SAME_WHERE_WRONG, _FEWEST_SAME = 0.5, 3
 # The closeness of two sizes of the same wrong result is a sum of three shares: a constant share, a share that falls
 # slowly with the difference of the sizes, and a share that falls fast. Sizes are base-10 logarithms. A decay is the
 # difference at which 1/e of the share is left.
@@ -58,6 +64,7 @@ class Similarity:
     similarity: float  # Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes
     shared: tuple[Element, ...]  # the results that are wrong in both the bug and the kernel
     rest: int  # number of the kernel's wrong results that are right in the bug
+    is_wrong_alike: bool  # whether both are wrong in the same results of the same cases, of those that both judged
 
 
 def diagnose(profile: ErrorProfile, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
@@ -112,8 +119,11 @@ def compare_profiles(profile: ErrorProfile, bug: KnownBug) -> Similarity:
     if all(name.startswith("d") for name in wrong):
         in_same_gradients = {element: size for element, size in of_bug.items() if get_result_name(element) in wrong}
         index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(of_kernel, in_same_gradients))
+    if len(of_kernel) == len(profile.wrong) and _has_same_sizes(of_kernel, of_bug):
+        index = max(index, _SAME_WHERE_WRONG)
     both = sorted(of_kernel.keys() & of_bug.keys())
-    return Similarity(bug, index, tuple(both), len(profile.wrong) - len(both))
+    is_wrong_alike = len(both) == len(profile.wrong) == len(of_bug)
+    return Similarity(bug, index, tuple(both), len(profile.wrong) - len(both), is_wrong_alike)
 
 
 def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:
@@ -130,6 +140,13 @@ def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element
     kernel_only = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in kernel_elements)
     total = common + differing + bug_only + kernel_only
     return common / total if total else 0.0
+
+
+def _has_same_sizes(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> bool:
+    """Return whether a bug has the sizes of all wrong results of a kernel, and enough of these sizes are finite."""
+    if not kernel.keys() <= bug.keys() or sum(size < INFINITE_SIZE for size in kernel.values()) < _FEWEST_SAME:
+        return False
+    return sum(_compute_closeness(kernel[one], bug[one]) for one in kernel) >= SAME_SIMILARITY * len(kernel)
 
 
 def get_result_name(element: Element) -> str:

@@ -34,7 +34,7 @@ _BOTH_SUBCHECKS = dataclasses.replace(_PLAIN_SUBCHECKS, pullbacks=PULLBACKS)
 # Logarithms are rounded to multiples of this step, about 1% of a ratio: a kernel that only sums in another order may
 # have a ratio that differs by as much.
 _SIZE_STEP = 0.005
-_INFINITE_SIZE = 40.0
+INFINITE_SIZE = 40.0
 """The logarithm that stands for an infinite ratio, for NaN, and for a call that raised."""
 # If a later check finds a ratio more than ten times as large (in logarithms), the result has a second kind of error.
 _MUCH_LARGER = 1.0
@@ -123,7 +123,7 @@ def _compute_sizes(records: Iterable[Record]) -> dict[str, float | None]:
 def _compute_size(record: Record) -> float:
     """Return the base-10 logarithm of a record's ratio, rounded to `_SIZE_STEP`."""
     if record.ratio is None or not math.isfinite(record.ratio):
-        return _INFINITE_SIZE
+        return INFINITE_SIZE
     return round(round(math.log10(max(record.ratio, 1.0)) / _SIZE_STEP) * _SIZE_STEP, 3)
 
 

@@ -416,7 +416,9 @@ def _list_subchecks(finding: Finding) -> list[str]:
 
 def _format_where(finding: Finding) -> str:
     if branch := find_common_branch(finding.records):
-        return f"where {branch}"
+        # Only confirmed levels say more: by themselves, the few cases of one branch have many levels in common.
+        levels = f"{_format_levels(finding.levels)}, " if finding.levels and finding.is_confirmed else ""
+        return f"{levels}where {branch}"
     if finding.levels is None:
         return ""
     if finding.levels:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from reports.causes import fault_location
 from reports.causes.case_levels import Level, find_levels, rank_plainness
 from reports.causes.fault_location import Candidate, Combination, Signal
@@ -50,6 +51,7 @@ CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}
 )
 """The checks that use operands, masks or lengths other than those in the case id."""
+_PROFILE_CASES = frozenset(one.case.id for one in ERROR_PROFILE_CASES)
 _CLEARLY_WRONG = 2.0  # how many times the limit an error is, so that a case says on what the fault depends
 # Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
 # are replaced by `#` before messages are compared.
@@ -95,8 +97,10 @@ class _Evidence:
     ) -> None:
         self._implementation = implementation
         self._red = [record for record in records if record.verdict in RED]
-        # What a probe finds in float64 says what a fault is, and not where it is.
-        located = (*records, *(record for record in probes if record.check != ALGORITHM))
+        # What a probe finds in float64 says what a fault is, and not where it is. Error profile cases are chosen to
+        # fail, so that a finding can be compared with planted bugs. Those that do fail would move the finding.
+        chosen = _PROFILE_CASES & {record.case for record in probes if record.verdict in RED}
+        located = (*records, *(r for r in probes if r.check != ALGORITHM and r.case not in chosen))
         self._judged = [record for record in located if record.verdict in (PASS, FAIL, ERROR)]
         evaluated = [record for record in (*records, *probes) if record.check == ALGORITHM]
         self._in_float64 = {(r.case, r.observable): r for r in evaluated if r.verdict in (PASS, FAIL)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from reports.records.error_map import MAX_CELLS, ErrorMap
 from reports.records.record import (
     BEYOND_ROUNDING,
+    BRANCHES,
     DECLARATIONS_TRIED,
     DEFAULT_PRECISION,
     EARLY_END,

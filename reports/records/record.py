@@ -44,6 +44,8 @@ DEFAULT_PRECISION = "default_precision"
 """Name of a figure, always 1: f32 products are declared exact, and none of them requests the precision of f32."""
 BEYOND_ROUNDING = "beyond_rounding"
 """Name of a figure of the check `algorithm`: 1 if a result is wrong in float64 by more than rounding may explain."""
+BRANCHES = "branches"
+"""The name of the check that says what no case reaches, and whose jobs judge further cases that reach it."""
 EARLY_END = "early_end"
 """What a record names in place of a check to say that the jobs of its implementation ended early."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})

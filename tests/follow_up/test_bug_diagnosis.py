@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 
 from cases.error_profile_cases import ERROR_PROFILE_CASES
+from conformance.execution import implementation_registry
 from conformance.follow_up import bug_diagnosis
+from conformance.sensitivity import error_profiles
 from conformance.sensitivity.error_profiles import ErrorProfile, KnownBug, load_profiles
 from reports.causes import finding_text
 from reports.causes.case_levels import find_levels
+from reports.causes.finding import FORWARD, GRADIENTS
 from reports.page_model import build_summary
 from reports.records import FAIL, PASS, Diagnosis, Record, RunInfo
 
@@ -109,6 +112,37 @@ def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: 
     assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None
 
 
+def test_a_bug_that_is_wrong_in_the_same_places_is_named_also_by_other_numbers(bank: list[KnownBug]) -> None:
+    (fault,) = (bug for bug in bank if bug.name == "cap-before-bias")
+    shifted = {
+        case: {name: size if size is None else size + 0.2 for name, size in sizes.items()}
+        for case, sizes in fault.profile.sizes.items()
+    }
+    case, sizes = next((case, sizes) for case, sizes in shifted.items() if "dk" in sizes and not any(sizes.values()))
+    elsewhere = {**shifted, case: {**sizes, "dk": 3.0}}
+    records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    for other, is_named in ((shifted, True), (elsewhere, False)):
+        alike = dataclasses.replace(fault, name="other-numbers", profile=ErrorProfile(other))
+        (nearest,) = bug_diagnosis.find_similar_bugs([text.finding], probes, {}, [alike]).values()
+        assert nearest
+        assert nearest[0].similarity < 0.5
+        assert bool(bug_diagnosis._build_diagnosis(nearest, 1, 1).bugs) == is_named
+
+
+@pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
+def test_wrong_gradients_are_compared_on_cases_with_gradients_only(
+    bank: list[KnownBug], levels: tuple[()] | None
+) -> None:
+    records = judge(bank, ("dk-of-last-head-of-group",), probes=False)
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    kernel = implementation_registry.find_implementation("dot_product")
+    jobs = [job for job in error_profiles.iter_profile_jobs(kernel) if job.case.phase != "train"]
+    for kind, is_asked in ((GRADIENTS, False), (FORWARD, True)):
+        finding = dataclasses.replace(text.finding, levels=levels, kind=kind)
+        assert (bug_diagnosis._Comparison([finding], {}, bank).choose_next(jobs) is not None) == is_asked
+
+
 @pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
 def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(
     bank: list[KnownBug], levels: tuple[()] | None
@@ -130,5 +164,14 @@ def test_a_finding_of_a_kind_that_is_never_compared_does_not_ask_for_time(bank: 
     (empty,) = (level for level in find_levels(EMPTY_ROWS) if level.name == "empty rows")
     assert bug_diagnosis._has_profile_case(text.finding)
     assert not bug_diagnosis._has_profile_case(dataclasses.replace(text.finding, levels=(empty,)))
+    # An alternative that no case distinguishes may have such a case.
+    (causal,) = (
+        level for level in find_levels("train/f32/B1.T8.S8.N1.K1.H8.V8/causal/normal/s0") if level.name == "causal"
+    )
+    alternative = dataclasses.replace(text.finding, levels=(empty,), others=((causal,),))
+    assert bug_diagnosis._has_profile_case(alternative)
+    listed = bug_diagnosis.list_right_cases(records, [alternative])
+    assert listed
+    assert not [case for case in listed if {empty, causal} & find_levels(case)]
     (line,) = finding_text.format_diagnosis(Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=False))
     assert "--diagnose-seconds" not in line

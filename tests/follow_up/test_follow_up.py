@@ -17,7 +17,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox.kernel_options import KernelOptions
 from impls.contract.implementation import Implementation
-from reports.records import BEYOND_ROUNDING, FAIL, PASS, Record, Run
+from reports.records import BEYOND_ROUNDING, DECLARATIONS_TRIED, FAIL, PASS, Record, Run
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
@@ -111,6 +111,38 @@ def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:
     assert (asked, allowance.declined) == ([], True)
     assert ProbeBudget(Asked(Settings()), 4.0, known).judge(job) == []
     assert asked == [job.case.id]
+
+
+def test_the_time_of_judging_a_failure_again_is_not_expected_of_a_probe() -> None:
+    class Silent(Runner):
+        def judge(self, job: Job) -> list[Record]:
+            return []
+
+    kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
+    record = Record(implementation=kernel.name, platform="cpu", case=CAUSAL.format(""), check="forward",
+                    observable="out", verdict=PASS, seconds=1.0)  # fmt: skip
+    again = msgspec.structs.replace(
+        record, case=CAUSAL.format("sinks/"), verdict=FAIL, seconds=30.0, figures={DECLARATIONS_TRIED: 1.0}
+    )
+    job = Job(kernel, parse_case_id(CAUSAL.format("")), FORWARD)
+    assert ProbeBudget(Silent(Settings()), 4.0, [record, again]).judge(job) == []
+    assert ProbeBudget(Silent(Settings()), 4.0, [again]).judge(job) is None
+
+
+def test_what_starting_took_once_is_not_multiplied_by_the_length_of_the_next_probe() -> None:
+    class Starting(Runner):
+        def judge(self, job: Job) -> list[Record]:
+            return []
+
+    kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
+    short, long = (parse_case_id(CAUSAL.format("").replace("16", size)) for size in ("16", "256"))
+    known = [
+        Record(implementation=kernel.name, platform="cpu", case=case.id, check="forward", observable="out",
+               verdict=PASS, seconds=seconds) for case, seconds in ((short, 0.001), (long, 0.5))
+    ]  # fmt: skip
+    allowance = ProbeBudget(Starting(Settings()), 5.0, known)
+    allowance._expected_seconds, allowance._used_seconds, allowance._probes = 0.001, 0.3, 1
+    assert allowance.judge(Job(kernel, long, FORWARD)) == []
 
 
 @pytest.mark.parametrize(("spent", "most"), [(0.1, 15.0), (60.0, 15.0), (150.0, 15.0), (3600.0, 360.0)])

@@ -128,6 +128,21 @@ def test_a_mistake_in_one_gradient_alone_is_like_the_same_in_all_results() -> No
     assert 0.66 < diagnosis.compare_profiles(forward, every).similarity < 0.67  # two of three
 
 
+def test_a_mistake_in_fewer_cases_is_like_a_bug_with_its_numbers_there() -> None:
+    right: error_profiles.Sizes = dict.fromkeys(("out", "dq", "dk"))
+    here, there = {"out": 4.0, "dq": 3.0, "dk": 3.5}, {"out": 6.0, "dq": 6.5, "dk": 7.0}
+    everywhere = build_bug(ErrorProfile({IDS[0]: here, IDS[1]: there, IDS[2]: there, IDS[3]: there}))
+    kernel = ErrorProfile({IDS[0]: here, IDS[1]: right, IDS[2]: right, IDS[3]: right})
+    assert diagnosis.compare_profiles(kernel, everywhere).similarity == 0.5
+    # One other number, or a wrong result that the bug lacks, says that the mistake is another one. So do few numbers.
+    for own in ({**here, "dk": 5.0}, {**here, "dk": 40.0}, {"out": 4.0, "dq": 3.0, "dk": None}):
+        other = ErrorProfile({**kernel.sizes, IDS[0]: own})
+        assert diagnosis.compare_profiles(other, everywhere).similarity < 0.4
+    further = ErrorProfile({**kernel.sizes, IDS[4]: {"out": 3.0}})
+    partly = build_bug(ErrorProfile({**everywhere.profile.sizes, IDS[4]: {"out": None}}))
+    assert diagnosis.compare_profiles(further, partly).similarity < 0.4
+
+
 def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
     right: error_profiles.Sizes = {"out": None}
     one = build_bug(ErrorProfile({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: right}), "one", "kind.one")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import strategies
 
+from cases.error_profile_cases import ERROR_PROFILE_CASES
 from cases.grid import build_grid
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
@@ -32,6 +33,7 @@ from reports.records import (
     Record,
     Worst,
 )
+from reports.unreached_branches import REACHES
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
@@ -275,6 +277,17 @@ def test_probes_are_evidence_and_are_not_counted() -> None:
     assert finding_text.format_confirmation(after) == "confirmed: this case fails, and the same without sinks passes"
 
 
+def test_cases_that_were_chosen_for_a_finding_do_not_move_it() -> None:
+    asked = [one for one in make_records(lambda case, result: has_levels(case, "sinks")) if one.check == "forward"]
+    profile = [one.case.id for one in ERROR_PROFILE_CASES if one.case.phase == "train"]
+    (before,) = root_causes.find_root_causes(asked)
+    assert root_causes.find_root_causes(asked, [make_record(case, verdict=FAIL) for case in profile]) == [before]
+    plain = next(case for case in profile if case.endswith("full/normal/s0"))
+    probes = [make_record(plain.replace("full", "full/sinks"), verdict=FAIL), make_record(plain)]
+    (after,) = root_causes.find_root_causes(asked, probes)
+    assert after.without == (plain,)  # one that passes nevertheless is evidence
+
+
 @pytest.mark.parametrize(
     ("verdict", "beyond", "said"),
     [
@@ -294,6 +307,17 @@ def test_a_finding_says_what_float64_says_of_its_plainest_case(verdict: str, bey
     assert finding_text.format_exactness(after).startswith(said)
     assert bool(said) == bool(finding_text.format_exactness(after))
     assert (after.records, after.kind, after.inside) == (before.records, before.kind, before.inside)
+
+
+def test_the_title_of_failures_behind_one_branch_names_their_confirmed_levels_too() -> None:
+    asked = [make_record(case) for case in list_cases()[:20] if not has_levels(case, "right side")]
+    wide = BASE.replace("full", "window-l79-r1")
+    found = make_record(wide.replace("/s0", "/s7"), verdict=FAIL, reason=f"{REACHES}flash.py:18 `right > 0` is true")
+    (before,) = root_causes.find_root_causes([*asked, found])
+    (after,) = root_causes.find_root_causes([*asked, found], [make_record(wide, verdict=FAIL), make_record(BASE)])
+    branch = "where flash.py:18 `right > 0` is true"
+    assert finding_text.format_title(before) == f"out is wrong {branch}"
+    assert finding_text.format_title(after) == f"out is wrong under a window that reaches to the right, {branch}"
 
 
 def test_what_only_float64_shows_has_its_own_title() -> None:
