@@ -93,6 +93,17 @@ def test_what_is_taken_for_something_else_fails(
     assert {form for form, (verdict, _) in found.items() if verdict == FAIL} == caught
 
 
+@pytest.mark.parametrize(("reads_key_head", "verdict"), [(False, PASS), (True, FAIL)])
+def test_a_mask_mod_gets_the_query_head(reads_key_head: bool, verdict: str) -> None:
+    @declare(behind_mask="finite")
+    def function(q: Any, k: Any, v: Any, *, mask_mod: Any = None) -> Any:
+        b, n, i, j = jnp.ogrid[: q.shape[0], : q.shape[2], : q.shape[1], : k.shape[1]]
+        head = n // (q.shape[2] // k.shape[2]) if reads_key_head else n
+        return naive.attention(q, k, v, mask=mask_mod(b, head, i, j))
+
+    assert judge_forms(function, CAUSAL)["mask_mod_by_head"][0] == verdict
+
+
 def test_a_result_that_is_right_and_wider_is_shown_and_does_not_fail() -> None:
     @declare(behind_mask="finite")
     def function(q: Any, k: Any, v: Any, *, scale: Any = None) -> Any:
