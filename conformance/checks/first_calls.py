@@ -21,6 +21,7 @@ from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
+from conformance.checks.gradients import check_problem
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls, transformed_calls
 from reports import records
@@ -29,11 +30,14 @@ from reports import records
 _OTHER_SCALE = 1.5
 _GROUPED = 4, 2
 """Numbers of query and key/value heads: two query heads share one, and more than one is shared."""
+_WINDOWS = "window-l31-r5", "window-l31-r0"
+_WINDOW_LENGTHS = 136, 256
+"""The second is for kernels that take whole blocks only."""
 _STORED = "this call needs dense operands, and the implementation takes stored ones"
 
 
 def check_first_calls(subject: Subject) -> Iterator[Judgement]:
-    """Check `vmap`, NumPy views, another scale, one causal query, an open window, a shared bias and x64."""
+    """Check `vmap`, NumPy views, another scale, one causal query, windows, a shared bias and x64."""
     for name, check in _SUBCHECKS.items():
         yield from run_subcheck(name, functools.partial(check, subject))
 
@@ -116,6 +120,22 @@ def _check_open_window(subject: Subject) -> Iterator[Judgement]:
         yield _judge(subject, case, problem, subject.executor.forward(problem).values["out"])
 
 
+def _check_window(subject: Subject) -> Iterator[Judgement]:
+    """Check results and gradients under a window alone, over two blocks of most kernels."""
+    if subject.case.storage is not None:
+        yield build_unsupported("out", _STORED)
+        return
+    refusals = []
+    for mask, length in itertools.product(_WINDOWS, _WINDOW_LENGTHS):
+        case = _change(subject.case, mask=mask, q_length=length, kv_length=length)
+        if (refusal := subject.implementation.supports(case)) is None:
+            windowed = dataclasses.replace(subject, case=case)
+            yield from check_problem(windowed, windowed.problem)
+            return
+        refusals.append(refusal)
+    yield build_unsupported("out", refusals[0])
+
+
 def _check_shared_bias(shared: tuple[int, ...], subject: Subject) -> Iterator[Judgement]:
     """Check a bias with size 1 along the axes `shared` of `[B, N, T, S]`, and the residuals under it."""
     case = _change(subject.case, bias="biaspair")
@@ -174,6 +194,7 @@ _SUBCHECKS: dict[str, Callable[[Subject], Iterator[Judgement]]] = {
     "second_scale": _check_second_scale,
     "one_causal_query": _check_one_query,
     "open_window": _check_open_window,
+    "window": _check_window,
     "bias_shared_by_heads": functools.partial(_check_shared_bias, (0, 1)),
     "bias_shared_by_keys": functools.partial(_check_shared_bias, (0, 1, 3)),
     "x64": _check_x64,

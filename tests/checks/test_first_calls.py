@@ -27,6 +27,7 @@ SUBCHECKS = {
     "second_scale",
     "one_causal_query",
     "open_window",
+    "window",
     "bias_shared_by_heads",
     "bias_shared_by_keys",
     "x64",
@@ -77,6 +78,14 @@ def close_open_sides(q: Any, k: Any, v: Any, *, window: Any = None) -> Any:
     return naive.attention(q, k, v, window=window)
 
 
+def widen_the_window_in_the_backward(q: Any, k: Any, v: Any, *, window: Any = None) -> Any:
+    out = naive.attention(q, k, v, window=window)
+    if window is None or None in window:
+        return out
+    wider = naive.attention(q, k, v, window=(window[0] + 1, window[1]))
+    return wider - jax.lax.stop_gradient(wider - out)
+
+
 def take_the_shared_bias_for_one_head(q: Any, k: Any, v: Any, *, bias: Any = None) -> Any:
     if bias is not None and bias.shape[1] == 1:
         bias = jnp.where(jnp.arange(q.shape[2])[:, None, None] == 0, bias, 0)
@@ -95,6 +104,7 @@ def promote_under_x64(q: Any, k: Any, v: Any) -> Any:
         (build_scale_cache, {"second_scale"}, FAIL),
         (lambda: see_all_with_one_query, {"one_causal_query"}, FAIL),
         (lambda: close_open_sides, {"open_window"}, FAIL),
+        (lambda: widen_the_window_in_the_backward, {"window"}, FAIL),
         (lambda: take_the_shared_bias_for_one_head, {"bias_shared_by_heads"}, FAIL),
         (lambda: promote_under_x64, {"x64"}, FAIL),
     ],
@@ -117,6 +127,7 @@ def test_a_right_function_passes_and_what_it_does_not_take_is_not_asked() -> Non
         "second_scale",
         "one_causal_query",
         "open_window",
+        "window",
         "bias_shared_by_heads",
         "bias_shared_by_keys",
     }
