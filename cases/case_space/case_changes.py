@@ -26,6 +26,7 @@ _MAX_PAIRS = 2**21
 _MAX_ELEMENTS = 2**23
 # What a case with one large size is reduced to until it is cheap, in this order.
 _REDUCTIONS: tuple[tuple[str, int], ...] = (("B", 1), ("G", 1), ("K", 1), ("HV", 16), ("T", 8), ("T", 1), ("S", 64))
+_OPEN_WINDOWS = "window-linf-r5", "window-l31-rinf"
 _KEPT = ("phase", "seed", "storage", "q_length", "kv_length", "head_dim", "v_head_dim")
 _SHARED = {"TS": {"T", "S"}, "N": {"N", "K", "G"}, "K": {"N", "K"}, "G": {"N", "G"}, "HV": {"H", "V"}}
 
@@ -73,6 +74,7 @@ def list_properties(case: Case, supports: Supports) -> Iterator[Case]:
         usual = [level for level in (operand.absent, *operand.grid_levels) if level in space.operands[operand.field]]
         changes += [{operand.field: level} for level in usual]
     changes += [{"mask": MASKS[kind]} for kind in space.masks]
+    changes += [{"mask": mask} for mask in _OPEN_WINDOWS if "window" in space.masks]
     changes += [{"mask": f"{MASKS[kind]}-o3"} for kind in space.offsets]
     changes += [{"phase": phase} for phase in space.phases]
     changes += [{"phase": "decode", "q_length": 1}] if "decode" in space.phases else []
