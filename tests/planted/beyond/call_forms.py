@@ -202,7 +202,7 @@ def _has_window(case: Case) -> bool:
 
 
 def _has_sinks_alone(case: Case) -> bool:
-    return case.sinks and case.mask == "full"
+    return bool(case.sinks) and case.mask == "full"
 
 
 BUGS: tuple[PlantedBug, ...] = (
