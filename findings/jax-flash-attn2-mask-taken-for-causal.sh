@@ -33,10 +33,13 @@ error = np.abs(out - right).max(axis=(0, 2, 3))
 print("largest error of queries 0 to 127:", error[:128].max(), "of queries 128 to 255:", error[128:].max())
 sys.exit(bool(error.max() > 1e-3))
 PYTHON
-printed=$(cd "$folder" && JAX_PLATFORMS=cpu venv/bin/python script.py) || true
+# The script ends with 1 while the fault is there. Numbers in its output differ between machines.
+status=0
+printed=$(cd "$folder" && JAX_PLATFORMS=cpu venv/bin/python script.py) || status=$?
 echo "$printed"
+hide_numbers() { sed -E 's/[0-9]+([.][0-9]+)?(e[-+]?[0-9]+)?/#/g'; }
 expected=$(sed -n 's/^#   //p' "$0")
-if [ "$printed" != "$expected" ]; then
+if [ "$status" != 1 ] || [ "$(hide_numbers <<<"$printed")" != "$(hide_numbers <<<"$expected")" ]; then
   echo "the output changed" >&2
   exit 1
 fi
