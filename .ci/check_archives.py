@@ -26,7 +26,7 @@ NEEDED_IN_WHEEL = {
 NOT_IN_WHEEL = {"reports/report.png", "conformance/attention_conformance.py"}
 TOP_LEVEL = {"attention_conformance.py"}
 NEEDED_IN_SOURCE = {"pyproject.toml", "mkdocs.yml", "README.md", "LICENSE", "conftest.py"}
-FOLDERS_IN_SOURCE = {*PACKAGES, "tests", "docs", "website", "changelog.d", ".ci", ".github"}
+FOLDERS_IN_SOURCE = {*PACKAGES, "tests", "docs", "website", "findings", "changelog.d", ".ci", ".github"}
 
 
 def read_wheel(file: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Read the reports on faults of published libraries, the pages of `docs/upstream`.
 
 A page begins with a block of YAML between lines of `---`, which has `library`, `versions` and `mended`, and may have
-`platform`, `not_judged` and `effect: raises`. Its first heading is the title. Its only Python block is a script that
-ends with exit code 1 while the fault is there.
+`platform`, `not_judged` and `effect: raises`. Its first heading is the title. The script `findings/NAME.sh` shows the
+fault. A fault that shows on a GPU alone has its script in the page, as a Python block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from impls.libraries.library_specs import FOLDER
 PAGES = FOLDER.parent.parent / "docs" / "upstream"
 """The folder of the pages, if this project runs from its repository."""
 _PAGE = re.compile(r"---\n(.*?)---\n(.*)", re.DOTALL)
-_SCRIPT = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,6 @@ class UpstreamFinding:
     raises: bool  # whether the call only raises, where it should compute; if not, it gives wrong results
     platform: str  # the JAX backend that shows it
     not_judged: str  # why no known failure names it; empty if one does
-    script: str  # the script that shows it
 
 
 def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
@@ -52,14 +50,9 @@ def parse_finding(path: Path) -> UpstreamFinding:
         raise ValueError(f"{path.name} does not begin with a block between lines of ---")
     facts = dict(re.findall(r"^(\w+): *(.*?)(?: +#.*)?$", page[1], re.MULTILINE))
     title = re.search(r"^# (.+)$", page[2], re.MULTILINE)
-    scripts = _SCRIPT.findall(page[2])
     for part, found in (("library", facts.get("library")), ("versions", facts.get("versions")), ("title", title)):
         if not found:
             raise ValueError(f"{path.name} has no {part}")
-    if len(scripts) != 1:
-        raise ValueError(
-            f"{path.name} has {len(scripts)} Python blocks, and needs one: the script that shows the fault"
-        )
     assert title is not None
     return UpstreamFinding(
         name=path.stem,
@@ -70,5 +63,4 @@ def parse_finding(path: Path) -> UpstreamFinding:
         raises=facts.get("effect") == "raises",
         platform=facts.get("platform", "cpu"),
         not_judged=facts.get("not_judged", "").strip("\"'"),
-        script=scripts[0],
     )
