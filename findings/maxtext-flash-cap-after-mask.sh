@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3.12}" -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check maxtext==0.2.3 flax==0.12.12 jax==0.12.0.1 aqtp==0.9.0 jinja2 omegaconf pathwaysutils pydantic qwix tensorboardx tokamax==0.0.17 grain sentencepiece sympy tiktoken transformers
+"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check maxtext==0.2.3 flax==0.12.12 jax==0.12.0.1 aqtp==0.9.0 jinja2 omegaconf pathwaysutils pillow pydantic qwix tensorboardx tokamax==0.0.17 grain sentencepiece sympy tiktoken transformers
 cat >"$folder/script.py" <<'PYTHON'
 import sys
 
