@@ -141,6 +141,3 @@ class HeadWindow(Mask):
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.lefts) != num_q_heads:
             raise ValueError(f"the mask must have {num_q_heads} sides, one for each query head, got {len(self.lefts)}")
-
-    def select_keys(self, start: int, stop: int) -> Mask | None:
-        return None

@@ -101,7 +101,7 @@ def compute_ulp(values: Array, dtype: str) -> Array:
 
 
 Maximum = Literal["constant", "differentiated", "either"]
-"""What a kernel's derivative takes the maximum of a row for; `"either"` is the larger variance of both."""
+"""How a kernel differentiates the maximum of a row. `"either"` gives the larger one of both variances."""
 
 
 def compute_error_variance(
@@ -113,7 +113,7 @@ def compute_error_variance(
       problem: operands in bf16 or f16, without soft cap, sinks and `score_mod`. A bias must have their dtype.
       arithmetic: the arithmetic that the implementation declares; with a bias, logits and softmax in f32.
       cotangent: cotangent of `out`; None to compute the forward pass only.
-      maximum: what the kernel's derivative takes the maximum of a row for.
+      maximum: how the kernel differentiates the maximum of a row.
 
     Raises:
       ValueError: if the derivation does not cover the problem.

@@ -174,7 +174,7 @@ def _lose_the_mapped_cap(correct: Kernel) -> Kernel:
 
 
 def _lose_the_sinks_of_shards(correct: Kernel) -> Kernel:
-    """On a device with some of the heads, a call without a mask has no sinks."""
+    """Under `shard_map`, a call without a mask has no sinks."""
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
         has_mask = statics["causal"] or statics["window"] is not None or arrays.get("mask") is not None
