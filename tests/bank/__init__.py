@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from tests.bank.planted_bug import PlantedBug
+from conformance.mutants.planted_bug import PlantedBug
 
 __all__ = ["PlantedBug"]

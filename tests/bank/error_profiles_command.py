@@ -19,12 +19,12 @@ from conformance import interrupts
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
+from conformance.mutants.planted_bug import PlantedBug
 from conformance.sensitivity import error_profiles
 from conformance.sensitivity.error_profiles import FILE, SCHEMA, ErrorProfile, KnownBug, Sizes
 from conformance.session.failures import CannotJudge
 from tests.bank import confusions
 from tests.bank.parallel_examination import BugKilledProcess, measure_parallel, open_bank_pool
-from tests.bank.planted_bug import PlantedBug
 
 
 def measure_profiles(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from conformance.mutants.planted_bug import PlantedBug
 from reports.records import ERROR, RED, Record
-from tests.bank.planted_bug import PlantedBug
 
 NEAREST_CASES = 2
 """Number of grid cases that are judged first: those that best match the bug's trigger."""

@@ -13,11 +13,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from conformance.judging.task_pools import LocalPool, TaskPool
+from conformance.mutants.planted_bug import PlantedBug
 from conformance.sensitivity.error_profiles import KnownBug, build_profile, iter_profile_jobs
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import open_cluster
 from tests.bank.examination import Examination, create_single_look_runner, examine
-from tests.bank.planted_bug import PlantedBug, load_bank
+from tests.bank.planted_bug import load_bank
 
 
 class BugKilledProcess(Exception):

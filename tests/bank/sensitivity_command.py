@@ -17,6 +17,7 @@ from conformance.commands.argument_lookup import check_outputs, format_command_l
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
+from conformance.mutants.planted_bug import PlantedBug
 from conformance.sensitivity import detection_table
 from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge
@@ -27,7 +28,7 @@ from tests.bank import error_profiles_command, resolution
 from tests.bank.detection_results import build_table, merge_tables, parse_examinations, save_table
 from tests.bank.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from tests.bank.parallel_examination import BugKilledProcess, examine_parallel, open_bank_pool
-from tests.bank.planted_bug import BankError, PlantedBug, load_bank
+from tests.bank.planted_bug import BankError, load_bank
 
 
 def measure_sensitivity(arguments: argparse.Namespace) -> int:

@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity import detection_table
-from tests.bank import PlantedBug, detection_results
-from tests.planted.beyond.bank import BEYOND
-from tests.planted.computing import (
+from conformance.mutants.bugs import (
     backward,
-    below_rounding,
+    bias,
     blocks,
     cotangents,
-    dispatch,
+    empty_rows,
     epilogue,
-    far_values,
-    first_minute,
-    gaming,
-    laws,
+    heads,
+    masks,
     online,
     operands,
-    pallas_tpu,
     precision,
     residuals,
-    softmax,
-    splash_tpu,
-    sums,
-    tails,
-    transformation_bugs,
-)
-from tests.planted.features import (
-    alibi,
-    bias,
-    caches,
-    context,
-    decode,
-    empty_rows,
-    front,
-    functions,
-    heads,
-    logit_scale,
-    masks,
-    merging,
-    moba,
-    refusing,
     scale,
     segments,
     sinks,
     soft_cap,
+    softmax,
+    sums,
+    tails,
     windows,
+)
+from conformance.sensitivity import detection_table
+from tests.bank import PlantedBug, detection_results
+from tests.planted.beyond.bank import BEYOND
+from tests.planted.computing import (
+    below_rounding,
+    dispatch,
+    far_values,
+    first_minute,
+    gaming,
+    laws,
+    pallas_tpu,
+    splash_tpu,
+    transformation_bugs,
+)
+from tests.planted.features import (
+    alibi,
+    caches,
+    context,
+    decode,
+    front,
+    functions,
+    logit_scale,
+    merging,
+    moba,
+    refusing,
 )
 from tests.planted.serving import (
     batches,

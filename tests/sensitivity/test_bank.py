@@ -8,6 +8,8 @@ import pytest
 
 from conformance.checks import CHECKS
 from conformance.judging import run_plan, runner, settings
+from conformance.mutants.kernels.blockwise import implementation
+from conformance.mutants.kernels.steps import BlockSteps
 from conformance.sensitivity import detection_table
 from impls.contract.implementation import Implementation
 from reports.records import RED
@@ -18,8 +20,6 @@ from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
 from tests.planted.planting import flex, latent, moba, page_writes, ring_cache, served
-from tests.planted.planting.blockwise import implementation
-from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.nightly_bugs import sample_by_kind
 
 # Of the short jobs, one in so many must pass on the correct kernel; at night more of them.

@@ -11,10 +11,7 @@ import pytest
 
 from cases.masks import Mask, Window
 from conformance.judging import run_plan, runner, settings
-from reports.records import FAIL, RED
-from tests.bank import PlantedBug
-from tests.bank.examination import iter_red_records
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -29,6 +26,9 @@ from tests.planted.planting.plain import (
     same_segment,
     stop,
 )
+from reports.records import FAIL, RED
+from tests.bank import PlantedBug
+from tests.bank.examination import iter_red_records
 
 # One case of the grid in so many must pass on the correct kernels; at night more of them.
 _CORRECT_STRIDES = [90, pytest.param(10, marks=pytest.mark.nightly)]

@@ -15,12 +15,12 @@ from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from conformance.mutants.bugs.precision import cut_to_tf32, in_tf32
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, Roundoff, compute_walk_steps
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, Record
-from tests.planted.computing.precision import cut_to_tf32, in_tf32
 
 TF32_CASES = (
     "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0",

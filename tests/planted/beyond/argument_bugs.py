@@ -12,11 +12,11 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Mask, Window
+from conformance.mutants.kernels import plain
+from conformance.mutants.kernels.mask_steps import each
+from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, Saved, sum_to_shape
+from conformance.mutants.kernels.triggers import both, has, trains
 from tests.bank import PlantedBug
-from tests.planted.planting import plain
-from tests.planted.planting.mask_steps import each
-from tests.planted.planting.plain import Array, BackwardSteps, Call, Saved, sum_to_shape
-from tests.planted.planting.triggers import both, has, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="arguments")

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both, has
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import both, has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="borders")

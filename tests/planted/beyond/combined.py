@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from conformance.mutants.kernels.triggers import trains
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="state")

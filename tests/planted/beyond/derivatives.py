@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from conformance.mutants.kernels.triggers import both, has, trains
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import both, has, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="state")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, hidden, planted
+from conformance.mutants.kernels.triggers import both, has, one_query, trains
 from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
-from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, hidden, planted
-from tests.planted.planting.triggers import both, has, one_query, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct
 
 _value = functools.partial(planted, "values")

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, both, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.combined import backward_by
 from tests.planted.beyond.few_operands import without
-from tests.planted.planting.triggers import Trigger, both, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="exact sets")

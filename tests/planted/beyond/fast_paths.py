@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from conformance.mutants.kernels.triggers import both, has, sixteen_bits
 from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
 from tests.planted.planting.tile_triggers import call_of, whole
-from tests.planted.planting.triggers import both, has, sixteen_bits
 
 _fast = functools.partial(wrapped.planted, family="whole blocks")
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from conformance.mutants.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
-from tests.planted.planting.triggers import both, grouped, has, one_query, sixteen_bits, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="few operands")

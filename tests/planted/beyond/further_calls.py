@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both, has, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.borders import in_a_tile
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.beyond.few_operands import rows_of
 from tests.planted.computing.transformation_bugs import batched_by, mapped
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged
-from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _FAMILY = "further calls"

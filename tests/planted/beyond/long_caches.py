@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, both, has, sixteen_bits
 from tests.bank import PlantedBug
 from tests.planted.beyond import long_cache_steps as wrong
 from tests.planted.planting import splits, wrapped
 from tests.planted.planting.splits import Call, takes
 from tests.planted.planting.tile_triggers import mask_of
-from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits
 
 _bug = functools.partial(splits.planted, family="long caches")
 

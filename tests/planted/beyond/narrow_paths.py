@@ -11,13 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels import blockwise, plain
+from conformance.mutants.kernels.plain import Array, PlainSteps
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.steps import Block, Running
+from conformance.mutants.kernels.triggers import both, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.precision import over, towards_zero
-from tests.planted.planting import blockwise, plain, splits, tiled
-from tests.planted.planting.plain import Array, PlainSteps
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.steps import Block, Running
-from tests.planted.planting.triggers import both, sixteen_bits, trains
+from tests.planted.planting import splits, tiled
 
 _FAMILY = "narrow paths"
 _LONG_CACHE = 1024

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window, list_conjuncts
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -22,8 +21,9 @@ from tests.planted.planting.plain import (
     planted,
     product,
 )
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.triggers import both, grouped, has, one_query, sixteen_bits, trains
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
+from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "precision")
 _FORWARD = "out logsumexp"

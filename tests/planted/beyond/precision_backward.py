@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window
+from conformance.mutants.kernels.plain import Array, BackwardSteps, Saved, planted, product
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.triggers import both, grouped, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.precision import (
     BLOCK,
@@ -18,9 +21,6 @@ from tests.planted.beyond.precision import (
     to_operands,
     towards_zero,
 )
-from tests.planted.planting.plain import Array, BackwardSteps, Saved, planted, product
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.triggers import both, grouped, sixteen_bits, trains
 
 _bug = functools.partial(planted, "precision")
 

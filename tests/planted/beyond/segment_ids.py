@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from conformance.mutants.kernels import plain
+from conformance.mutants.kernels.plain import Array, Call, same_segment
+from conformance.mutants.kernels.triggers import has
 from tests.bank import PlantedBug
-from tests.planted.planting import plain
-from tests.planted.planting.plain import Array, Call, same_segment
-from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="arguments", shows=("out", "logsumexp"), trigger=has("segment_ids"))

@@ -8,10 +8,10 @@ import math
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, both, has
 from tests.bank import PlantedBug
 from tests.planted.beyond import size_steps as wrong
 from tests.planted.planting import wrapped
-from tests.planted.planting.triggers import Trigger, both, has
 
 _bug = functools.partial(wrapped.planted, family="sizes")
 _ALL = ("out", "logsumexp", "dq", "dk", "dv")

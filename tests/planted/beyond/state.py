@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import has
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, implementation, planted
 
 _bug = functools.partial(planted, family="state")

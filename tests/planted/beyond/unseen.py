@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
+from conformance.mutants.kernels.triggers import both, has, one_query
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting.latent import LatentSteps, in_pages, paged_latent
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged, sequences, softmax
-from tests.planted.planting.triggers import both, has, one_query
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
 
 _FAMILY = "unseen"

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask
-from tests.bank import PlantedBug
-from tests.planted.planting import blockwise
-from tests.planted.planting.block_triggers import several_blocks
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels import blockwise
+from conformance.mutants.kernels.block_triggers import several_blocks
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -25,9 +24,10 @@ from tests.planted.planting.plain import (
     stop,
     with_sinks,
 )
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.steps import Block, Running, logits
-from tests.planted.planting.triggers import both, empty_rows, has, masked, trains
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.steps import Block, Running, logits
+from conformance.mutants.kernels.triggers import both, empty_rows, has, masked, trains
+from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "values")
 _FORWARD = "out logsumexp"

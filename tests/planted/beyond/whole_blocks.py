@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from conformance.mutants.kernels.triggers import both, has, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.planting import tiled
 from tests.planted.planting.tile_triggers import (
@@ -19,7 +20,6 @@ from tests.planted.planting.tile_triggers import (
     whole_keys,
 )
 from tests.planted.planting.tiled import BLOCK, Call
-from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 
 Array = Any
 

@@ -10,8 +10,7 @@ import functools
 import jax.numpy as jnp
 
 from cases.case import Case
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -24,7 +23,8 @@ from tests.planted.planting.plain import (
     sum_of_group,
     sum_to_shape,
 )
-from tests.planted.planting.triggers import both, grouped, trains
+from conformance.mutants.kernels.triggers import both, grouped, trains
+from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "below rounding")
 _EPSILON = 1e-4

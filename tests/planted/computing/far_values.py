@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.optional_operands.sinks_operand import EXTREME
+from conformance.mutants.kernels import blockwise, plain
+from conformance.mutants.kernels.layout import BLOCK_KV, EMPTY
+from conformance.mutants.kernels.plain import Array, Call, PlainSteps, with_sinks
+from conformance.mutants.kernels.steps import Block, Running, finite_or_zero
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
-from tests.planted.planting import blockwise, plain
-from tests.planted.planting.layout import BLOCK_KV, EMPTY
-from tests.planted.planting.plain import Array, Call, PlainSteps, with_sinks
-from tests.planted.planting.steps import Block, Running, finite_or_zero
-from tests.planted.planting.triggers import both
 
 _FAMILY = "far values"
 _blockwise = functools.partial(blockwise.planted, family=_FAMILY)

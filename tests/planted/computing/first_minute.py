@@ -13,10 +13,10 @@ import numpy as np
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
+from conformance.mutants.kernels.triggers import trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.kernels import naive
-from tests.planted.planting.triggers import trains
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
 
 _FIXED = ("segment_ids", "mask")

@@ -7,11 +7,11 @@ import functools
 
 from cases.case import Case
 from cases.case_id import parse_case_id
+from conformance.mutants.kernels.triggers import both, has, trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.source_change import Change, changed
-from tests.planted.planting.triggers import both, has, trains
 
 MANY = parse_case_id("train/f32/B1.T200.S500.N4.K2.H32.V48/moba-150-2-o300/softcap2/sinks/normal/s0")
 FEW = parse_case_id("train/f32/B1.T4.S500.N4.K2.H32.V48/moba-60-2-o496/normal/s0")

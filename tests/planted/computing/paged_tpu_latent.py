@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.latent import in_pages, turned
 from tests.planted.planting.source_change import Change, build_changed
-from tests.planted.planting.triggers import both
 
 
 def _several_units(case: Case) -> bool:

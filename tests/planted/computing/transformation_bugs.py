@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from conformance.mutants.kernels.triggers import has
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="transforms")

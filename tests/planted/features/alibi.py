@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, one_query, trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting.source_change import Change, changed
-from tests.planted.planting.triggers import Trigger, both, grouped, has, one_query, trains
 
 _FORWARD = "out logsumexp max_logits"
 _alibi = has("alibi_slopes")

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import KV_FEATURES, Case
+from conformance.mutants.kernels.plain import PlainSteps, capped, kernel
+from conformance.mutants.kernels.triggers import Trigger, both, has, sixteen_bits
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
-from tests.planted.planting.plain import PlainSteps, capped, kernel
-from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits
 
 Array = jax.Array
 Step = Callable[..., Any]

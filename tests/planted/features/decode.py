@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, both, has
 from tests.bank import PlantedBug
 from tests.kernels.split_decode import (
     BLOCK,
@@ -18,7 +19,6 @@ from tests.kernels.split_decode import (
     build_decode_tpu_implementation,
 )
 from tests.planted.features import decode_steps as wrong
-from tests.planted.planting.triggers import Trigger, both, has
 
 Array = Any
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, masked, one_query
 from tests.bank import PlantedBug
 from tests.planted.planting import flex
 from tests.planted.planting.flex import BLOCK, FlexSteps
-from tests.planted.planting.triggers import Trigger, both, grouped, has, masked, one_query
 
 _FORWARD = "out logsumexp max_logits"
 

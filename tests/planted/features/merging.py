@@ -9,12 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from conformance.mutants.kernels.triggers import Trigger, has
 from impls import softmax_merge
 from impls.ragged.ragged_plan import RaggedPlan
 from impls.softmax_merge import Normalised, Part
 from tests.bank import PlantedBug
 from tests.kernels.split_decode import DecodeSteps, build_decode_implementation, build_sink_part, compute_part
-from tests.planted.planting.triggers import Trigger, has
 
 Array = Any
 

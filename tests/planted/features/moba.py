@@ -14,13 +14,13 @@ from jax import lax
 
 from cases.case import Case
 from cases.moba_mask import Moba
+from conformance.mutants.kernels.plain import Call, PlainSteps, kernel, stop
+from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, trains
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, restore_rows, split_lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work
 from tests.bank import PlantedBug
 from tests.planted.planting.moba import MobaSteps, block_sparse, chosen_pairs, correct, highest, implementation
-from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
-from tests.planted.planting.triggers import Trigger, both, grouped, has, trains
 
 sparse_backward = importlib.import_module("impls.moba.backward")
 

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import Trigger, has
 from impls import dot_product
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import PagedSteps, paged_by
-from tests.planted.planting.triggers import Trigger, has
 
 Array = jax.Array
 Step = Callable[..., Any]

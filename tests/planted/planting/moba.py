@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.moba_mask import Moba
+from conformance.mutants.kernels.plain import Call, PlainSteps, kernel, stop
 from impls.contract.implementation import Implementation
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
 from impls.moba.moba_plan import MobaPlan, MobaWork, choose_chunks, divide_work
-from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
 
 sparse = importlib.import_module("impls.moba.moba_sparse")
 sparse_backward = importlib.import_module("impls.moba.backward")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import has
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import paged
-from tests.planted.planting.triggers import has
 
 in_pages = has("paged")
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import has
 from impls.contract.implementation import Implementation
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import softmax
-from tests.planted.planting.triggers import has
 
 Array = jax.Array
 Step = Callable[..., Any]

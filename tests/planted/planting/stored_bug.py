@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from conformance.mutants.kernels.triggers import Trigger
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
-from tests.planted.planting.triggers import Trigger
 
 
 def bug(

@@ -10,8 +10,8 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Mask, Window, list_conjuncts
 from cases.operand_values import DTYPES
+from conformance.mutants.kernels.triggers import Trigger
 from tests.planted.planting.tiled import BLOCK, Call
-from tests.planted.planting.triggers import Trigger
 
 
 def whole_keys(case: Case) -> bool:

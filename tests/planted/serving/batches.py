@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting import latent, packed_bug, paged_bug, ring_cache
 from tests.planted.planting.latent import LatentSteps
 from tests.planted.planting.ring_cache import RingSteps
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps
-from tests.planted.planting.triggers import both
 
 Array = jax.Array
 _BLOCK = 16

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting import latent, packed_bug, paged_bug
 from tests.planted.planting.latent import LatentSteps
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, softmax
-from tests.planted.planting.triggers import both
 
 Array = jax.Array
 _SMALLEST = -104.0  # exp of less is zero in f32

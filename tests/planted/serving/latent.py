@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting.latent import LatentSteps, bug, in_pages, turned
 from tests.planted.planting.served import Call, PagedSteps
-from tests.planted.planting.triggers import both
 from tests.planted.serving.paged_softmax import narrow_splits
 
 Array = jax.Array

@@ -10,11 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from conformance.mutants.kernels.triggers import both, has
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import Call, PagedSteps, scaled, whole
-from tests.planted.planting.triggers import both, has
 
 Array = jax.Array
 _BY_TOKEN = has("paged", "kv_token_scales")

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.mutants.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting.ring_cache import RingSteps, bug, find_tokens, has_free_slots, has_turned, in_ring
-from tests.planted.planting.triggers import both
 
 Array = jax.Array
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -23,7 +22,8 @@ from tests.planted.planting.plain import (
     stop,
     with_sinks,
 )
-from tests.planted.planting.triggers import both, empty_rows, grouped, has, one_query, sixteen_bits, trains
+from conformance.mutants.kernels.triggers import both, empty_rows, grouped, has, one_query, sixteen_bits, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "sinks")
 _sinks = has("sinks")

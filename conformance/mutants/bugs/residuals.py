@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -20,7 +19,8 @@ from tests.planted.planting.plain import (
     nonzero,
     planted,
 )
-from tests.planted.planting.triggers import empty_rows, has, masked, sixteen_bits, trains
+from conformance.mutants.kernels.triggers import empty_rows, has, masked, sixteen_bits, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "residuals")
 _Change = Callable[[Array, Call], Array]

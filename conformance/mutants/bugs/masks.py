@@ -12,10 +12,10 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import And, Bidirectional, Causal, Full, Lengths, LoadBalancedCausal, Mask, Or
-from tests.bank import PlantedBug
-from tests.planted.planting.mask_steps import each, mask_is, mask_starts, pairs, whole
-from tests.planted.planting.plain import Array, BackwardSteps, Call, Saved, planted
-from tests.planted.planting.triggers import both, empty_rows, has, masked, trains
+from conformance.mutants.kernels.mask_steps import each, mask_is, mask_starts, pairs, whole
+from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, Saved, planted
+from conformance.mutants.kernels.triggers import both, empty_rows, has, masked, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "masks")
 _FORWARD = "out logsumexp max_logits"

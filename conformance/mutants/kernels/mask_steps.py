@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cases.masks import And, Mask, Or
-from tests.planted.planting.plain import Call, PlainSteps
-from tests.planted.planting.triggers import Trigger
+from conformance.mutants.kernels.plain import Call, PlainSteps
+from conformance.mutants.kernels.triggers import Trigger
 
 
 def _replaced(mask: Mask, change: Callable[[Mask, Call], Mask], call: Call) -> Mask:

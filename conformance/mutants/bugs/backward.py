@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     by_batch,
     by_head,
     empty_rows,
@@ -21,9 +20,10 @@ from tests.planted.planting.block_triggers import (
     train,
     train_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import Call
-from tests.planted.planting.steps import Block, finite_or_zero, logits
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import Call
+from conformance.mutants.kernels.steps import Block, finite_or_zero, logits
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="backward")
 _Z = tuple[jax.Array, jax.Array | float]

@@ -5,9 +5,18 @@ from __future__ import annotations
 import functools
 import math
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, default_scale, planted, product
-from tests.planted.planting.triggers import both, has, sixteen_bits, trains
+from conformance.mutants.kernels.plain import (
+    Array,
+    BackwardSteps,
+    Call,
+    PlainSteps,
+    Saved,
+    default_scale,
+    planted,
+    product,
+)
+from conformance.mutants.kernels.triggers import both, has, sixteen_bits, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "scale")
 _FORWARD = "out logsumexp max_logits"

@@ -6,9 +6,18 @@ import functools
 
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, planted, product, with_sinks
-from tests.planted.planting.triggers import both, trains
+from conformance.mutants.kernels.plain import (
+    Array,
+    BackwardSteps,
+    Call,
+    PlainSteps,
+    Saved,
+    planted,
+    product,
+    with_sinks,
+)
+from conformance.mutants.kernels.triggers import both, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "softmax")
 

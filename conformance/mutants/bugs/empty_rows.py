@@ -7,8 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -28,7 +27,8 @@ from tests.planted.planting.plain import (
     sum_of_group,
     with_sinks,
 )
-from tests.planted.planting.triggers import both, dead_keys, empty_rows, masked, trains
+from conformance.mutants.kernels.triggers import both, dead_keys, empty_rows, masked, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "hidden pairs")
 _FORWARD = "out logsumexp max_logits"

@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from impls.contract.declarations import Arithmetic
-from impls.contract.implementation import Implementation
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -27,8 +24,11 @@ from tests.planted.planting.plain import (
     planted,
     product,
 )
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.triggers import both, grouped, has, sixteen_bits, trains
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.triggers import both, grouped, has, sixteen_bits, trains
+from conformance.mutants.planted_bug import PlantedBug
+from impls.contract.declarations import Arithmetic
+from impls.contract.implementation import Implementation
 
 _bug = functools.partial(planted, "precision")
 _FORWARD = "out logsumexp max_logits"

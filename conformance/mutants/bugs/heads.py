@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -20,7 +19,8 @@ from tests.planted.planting.plain import (
     product,
     repeat_heads,
 )
-from tests.planted.planting.triggers import both, grouped, has, one_query, trains
+from conformance.mutants.kernels.triggers import both, grouped, has, one_query, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "heads")
 _FORWARD = "out logsumexp max_logits"

@@ -6,8 +6,7 @@ import functools
 
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import (
+from conformance.mutants.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -18,8 +17,9 @@ from tests.planted.planting.plain import (
     stop,
     sum_to_shape,
 )
-from tests.planted.planting.rounding import rounded
-from tests.planted.planting.triggers import both, grouped, has, masked, one_query, sixteen_bits, trains
+from conformance.mutants.kernels.rounding import rounded
+from conformance.mutants.kernels.triggers import both, grouped, has, masked, one_query, sixteen_bits, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "bias")
 _FORWARD = "out logsumexp max_logits"

@@ -4,7 +4,7 @@ Forward: one scan over key blocks with a running softmax, all queries at once. B
 recomputes the probabilities from the saved `logsumexp`, with `D = <out, do>`. Query tiles of `BLOCK_Q` rows and key
 blocks of `BLOCK_KV` make tiles, each empty, partial or full; an empty tile is left out, a full one is not masked.
 
-Shapes inside are those of `tests.planted.planting.layout`.
+Shapes inside are those of `conformance.mutants.kernels.layout`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from jax import lax
 
 from cases.case import Case
 from conformance.execution.plain_functions import build_implementation
-from impls.contract.declarations import declare
-from impls.contract.implementation import Implementation
-from tests.bank import PlantedBug
-from tests.planted.planting.layout import (
+from conformance.mutants.kernels.layout import (
     BLOCK_KV,
     BLOCK_Q,
     Call,
@@ -36,7 +33,7 @@ from tests.planted.planting.layout import (
     split_mask,
     split_rows,
 )
-from tests.planted.planting.steps import (
+from conformance.mutants.kernels.steps import (
     Block,
     Blocks,
     BlockSteps,
@@ -50,6 +47,9 @@ from tests.planted.planting.steps import (
     masked,
     product,
 )
+from conformance.mutants.planted_bug import PlantedBug
+from impls.contract.declarations import declare
+from impls.contract.implementation import Implementation
 
 
 def _cut(steps: BlockSteps, call: Call, operands: Operands, hide_k: Step, hide_v: Step) -> Blocks:

@@ -7,11 +7,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import dead_block, empty_rows, grouped, key_tail, rounds, train, train_blocks
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL, Call
-from tests.planted.planting.steps import Block, Gradients, product
+from conformance.mutants.kernels.block_triggers import (
+    dead_block,
+    empty_rows,
+    grouped,
+    key_tail,
+    rounds,
+    train,
+    train_blocks,
+)
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL, Call
+from conformance.mutants.kernels.steps import Block, Gradients, product
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="backward")
 # Reduction steps of dq in the bug that bounds them.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, keep, planted, stop
-from tests.planted.planting.triggers import both, has, masked, trains
+from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, keep, planted, stop
+from conformance.mutants.kernels.triggers import both, has, masked, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "soft cap")
 _capped = has("soft_cap")

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import train
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.steps import Block, broadcast_axes, dsinks
+from conformance.mutants.kernels.block_triggers import train
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.steps import Block, broadcast_axes, dsinks
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="backward")
 

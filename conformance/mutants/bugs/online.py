@@ -7,8 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     always,
     empty_after,
     empty_rows,
@@ -17,9 +16,10 @@ from tests.planted.planting.block_triggers import (
     late_start,
     several_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import BLOCK_KV, EMPTY
-from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero, keep, to_bf16
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import BLOCK_KV, EMPTY
+from conformance.mutants.kernels.steps import Block, Running, add_sink, finite_or_zero, keep, to_bf16
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="online softmax")
 _OUT = ("out", "out_with_residuals", "logsumexp")

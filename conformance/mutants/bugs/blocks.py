@@ -7,8 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     by_batch,
     by_head,
     empty_before,
@@ -22,9 +21,10 @@ from tests.planted.planting.block_triggers import (
     only_whole_tiles,
     several_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
-from tests.planted.planting.steps import Block, classify
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
+from conformance.mutants.kernels.steps import Block, classify
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="blocks")
 _SHOWS = ("out", "out_with_residuals", "logsumexp", "max_logits", "dq", "dk", "dv")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask, OwnWindow, iter_leaves
+from conformance.mutants.planted_bug import PlantedBug
 from impls.contract.implementation import Implementation
-from tests.bank import PlantedBug
 
 Array = jax.Array
 Step = Callable[..., Any]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, FULL, PARTIAL, Call, split_heads
+from conformance.mutants.kernels.layout import BLOCK_KV, BLOCK_Q, FULL, PARTIAL, Call, split_heads
 
 Step = Callable[..., Any]
 

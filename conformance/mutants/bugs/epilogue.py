@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     always,
     empty_rows,
     rounds,
     several_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.steps import Block, Running, keep, logits, product, to_bf16
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.steps import Block, Running, keep, logits, product, to_bf16
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="online softmax")
 _OUT = ("out", "out_with_residuals", "logsumexp")

@@ -8,9 +8,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, planted, same_segment
-from tests.planted.planting.triggers import both, has, trains
+from conformance.mutants.kernels.plain import (
+    Array,
+    BackwardSteps,
+    Call,
+    PlainSteps,
+    Saved,
+    capped,
+    planted,
+    same_segment,
+)
+from conformance.mutants.kernels.triggers import both, has, trains
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "segments")
 _FORWARD = "out logsumexp max_logits"

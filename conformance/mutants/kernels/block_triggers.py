@@ -8,7 +8,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL
+from conformance.mutants.kernels.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,16 +7,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     key_tail,
     kinds,
     query_tail,
     several_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
-from tests.planted.planting.steps import Outputs, Rows, Running
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
+from conformance.mutants.kernels.steps import Outputs, Rows, Running
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="blocks")
 _SHOWS = ("out", "out_with_residuals", "logsumexp", "max_logits", "dq", "dk", "dv")

@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 from cases.masks import Chunked, Full, Window
-from tests.bank import PlantedBug
-from tests.planted.planting.mask_steps import each, mask_is, mask_starts, whole
-from tests.planted.planting.plain import planted
-from tests.planted.planting.triggers import both, has
+from conformance.mutants.kernels.mask_steps import each, mask_is, mask_starts, whole
+from conformance.mutants.kernels.plain import planted
+from conformance.mutants.kernels.triggers import both, has
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, "windows")
 _FORWARD = "out logsumexp max_logits"

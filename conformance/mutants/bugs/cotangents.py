@@ -7,15 +7,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.bank import PlantedBug
-from tests.planted.planting.block_triggers import (
+from conformance.mutants.kernels.block_triggers import (
     query_tail,
     train,
     train_blocks,
 )
-from tests.planted.planting.blockwise import planted
-from tests.planted.planting.layout import BLOCK_Q, Call
-from tests.planted.planting.steps import Block, Operands, Outputs, delta, dz, product, to_bf16
+from conformance.mutants.kernels.blockwise import planted
+from conformance.mutants.kernels.layout import BLOCK_Q, Call
+from conformance.mutants.kernels.steps import Block, Operands, Outputs, delta, dz, product, to_bf16
+from conformance.mutants.planted_bug import PlantedBug
 
 _bug = functools.partial(planted, family="backward")
 _DQ_DK = ("dq", "dk")

@@ -1,0 +1,1 @@
+"""Measure which wrong attention functions a test suite catches."""

@@ -1,0 +1,1 @@
+"""Correct attention functions in replaceable steps, in which bugs are planted."""
