@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.masks import Causal, Full, Indexer, Mask, Window
+from cases.masks import Causal, Full, Indexer, Lengths, Mask, Window
 from cases.parameter_names import find_operand, is_tuning
 from impls.contract.implementation import Implementation
 
@@ -309,6 +309,8 @@ def _read_lengths(given: _Given, sizes: _Sizes, reading: Reading, offset: int, q
     lengths = jnp.asarray(value).reshape(-1)
     if lengths.shape[0] not in (1, sizes[0]):
         raise CannotRead(f"{name} has the shape {tuple(lengths.shape)}")
+    if not isinstance(lengths, jax.core.Tracer):
+        return {"masks": [Lengths(tuple(int(n) for n in np.broadcast_to(lengths, sizes[:1])))]}
     return {"masks": [_indexer((jnp.arange(sizes[3]) < lengths[:, None])[:, None, None])]}
 
 

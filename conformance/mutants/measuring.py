@@ -126,11 +126,11 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
     stopped = any(one.detail == _INTERRUPTED for one in outcomes)
     cases = [] if stopped else smallest_cases.list_cases(supported)
     for bug in [] if stopped else reversed(unseen.values()):
-        case = smallest_cases.find_smallest_case(bug, supported, cases)
-        if case is not None:  # otherwise it is about nothing that the function has
-            detail = visibility.say_lacking(case, calls)
-            outcomes.append(_describe(bug, UNSEEN, detail=detail, case=case.id))
-    outcomes = [_add_case(one, supported, cases) if one.state == PASSED and cases else one for one in outcomes]
+        found = smallest_cases.find_smallest_case(bug, cases, calls)
+        if found is not None:  # otherwise it is about nothing that the function has
+            detail = visibility.say_lacking(found[1], calls)
+            outcomes.append(_describe(bug, UNSEEN, detail=detail, case=found[0].id))
+    outcomes = [_add_case(one, cases) if one.state == PASSED and cases else one for one in outcomes]
     results = dataclasses.replace(results, outcomes=tuple(outcomes), interrupted=stopped)
     if options.save is not None:
         write_results(options.save, results)
@@ -256,10 +256,10 @@ def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall) -> MutantOutc
     return _describe(bug, CAUGHT, call=call, detail=run.first_failure or f"exit code {run.code}", seconds=run.seconds)
 
 
-def _add_case(outcome: MutantOutcome, supported: Implementation, cases: Sequence[Case]) -> MutantOutcome:
+def _add_case(outcome: MutantOutcome, cases: Sequence[Case]) -> MutantOutcome:
     """Return the outcome with the smallest case that catches it."""
-    case = smallest_cases.find_smallest_case(find_mutant(outcome.name), supported, cases)
-    return dataclasses.replace(outcome, case="" if case is None else case.id)
+    found = smallest_cases.find_smallest_case(find_mutant(outcome.name), cases)
+    return dataclasses.replace(outcome, case="" if found is None else found[0].id)
 
 
 def _read_done(options: Options) -> dict[str, MutantOutcome]:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 
 from cases.case import Case
-from cases.case_id import parse_case_id
+from cases.masks import Causal, Dense, Full, Indexer, Lengths, Window, iter_leaves
 from cases.operand_values import draw_problem
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.execution.plain_functions import build_implementation
@@ -15,7 +15,6 @@ from conformance.mutants.calls import AttentionCall
 from conformance.mutants.planted_bug import PlantedBug
 from conformance.mutants.substitution import RecordedCall
 from conformance.mutants.visibility import SeenCall, is_visible
-from conformance.sensitivity.detection_table import load_table
 from impls.contract.implementation import Implementation
 
 _TRIED = 12  # cases on which a wrong function is tried, the smallest first
@@ -24,20 +23,24 @@ PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "b
 
 
 def list_cases(supported: Implementation) -> Sequence[Case]:
-    """List the cases of `quick` for a function, small ones with few features first."""
+    """List the cases of `quick` for a function, small ones with few features first.
+
+    Masks are those that calls are read with (`conformance.mutants.calls`): a chunked mask, for instance, is an array to
+    a function, which cannot get chunks wrong.
+    """
     cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
-    return sorted(
-        dense,
-        key=lambda case: (case.q_length * case.kv_length * case.batch * case.num_q_heads, len(case.features), case.id),
-    )
+    found = [case for case in dense if (call := _build_call(case)) is not None and _is_read(call)]
+    return sorted(found, key=lambda case: (_count_pairs(case), len(case.features), case.id))
 
 
-@functools.cache
-def _read_known_cases() -> Mapping[str, Sequence[str]]:
-    """Read the cases on which the judge saw each planted bug."""
-    table = load_table() or {"bugs": ()}
-    return {bug["bug"]: [kill[2] for kill in bug["kills"].values()] for bug in table["bugs"]}
+def _is_read(call: SeenCall) -> bool:
+    leaves = [leaf for mask in call.recorded.call.masks for leaf in iter_leaves(mask)]
+    return all(type(leaf) in (Full, Causal, Window, Lengths, Dense, Indexer) for leaf in leaves)
+
+
+def _count_pairs(case: Case) -> int:
+    return case.q_length * case.kv_length * case.batch * case.num_q_heads
 
 
 def build_stub(parameters: Collection[str]) -> Implementation:
@@ -53,23 +56,29 @@ def build_stub(parameters: Collection[str]) -> Implementation:
     return build_implementation(stub, "stub")
 
 
-def find_smallest_case(bug: PlantedBug, supported: Implementation, cases: Sequence[Case]) -> Case | None:
-    """Find the smallest case that a function can be given and on which a wrong one fails.
+def find_smallest_case(
+    bug: PlantedBug, cases: Sequence[Case], known: Sequence[SeenCall] = ()
+) -> tuple[Case, frozenset[str]] | None:
+    """Find the smallest case on which a wrong function fails.
 
     Args:
       bug: the wrong function.
-      supported: says which cases the function can be given (`build_stub`).
       cases: those of `list_cases`.
+      known: calls; among the cases, one that has as little as possible that no call has is preferred.
+
+    Returns:
+      The case, and its facts (`visibility.describe_problem`).
     """
     wrong = bug.build()
-    tried = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None][:_TRIED]
-    known = map(parse_case_id, _read_known_cases().get(bug.name, ()))
-    tried += [case for case in known if supported.supports(case) is None and case.stored is None]
-    calls = ((case, _build_call(case)) for case in tried)
-    return next((case for case, call in calls if call is not None and is_visible(wrong, call)), None)
+    facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
+    possible = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None]
+    tried = [(case, call) for case in possible if (call := _build_call(case)) is not None]
+    if known:
+        tried.sort(key=lambda one: len(one[1].facts - facts))
+    return next(((case, call.facts) for case, call in tried[:_TRIED] if is_visible(wrong, call)), None)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=1024)
 def _build_call(case: Case) -> SeenCall | None:
     """Build the call of a case; None if wrong functions do not know its operands."""
     problem = draw_problem(case)

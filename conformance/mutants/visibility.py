@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.case import Case
 from cases.masks import iter_leaves
-from cases.operand_values import Cotangent, Problem, draw_problem
+from cases.operand_values import Cotangent, Problem
 from conformance.check_api.judgement import judge_comparison
 from conformance.mutants.calls import AttentionCall
 from conformance.mutants.planted_bug import PlantedBug
@@ -126,11 +125,6 @@ def _compute_results(implementation: Implementation, seen: SeenCall) -> dict[str
     return {name: np.asarray(x) for name, x in results.items()}
 
 
-def describe_case(case: Case) -> frozenset[str]:
-    """Return the facts of a case, as `describe_problem` does."""
-    return describe_problem(draw_problem(case), gradients=case.phase == "train", residuals=True)
-
-
 def describe_problem(problem: Problem, *, gradients: bool, residuals: bool) -> frozenset[str]:
     """Return facts that distinguish a call from others, in words that complete "no call has ..."."""
     b, t, n, h = problem.q.shape
@@ -204,10 +198,9 @@ def is_visible(implementation: Implementation, seen: SeenCall) -> bool:
         return False
 
 
-def say_lacking(case: Case, calls: Sequence[SeenCall]) -> str:
+def say_lacking(facts: frozenset[str], calls: Sequence[SeenCall]) -> str:
     """Say what a case has and no call of the suite has; or, if each has some of it, what no call has together."""
-    facts = describe_case(case)
-    known = frozenset().union(*(seen.facts for seen in calls))
+    known: frozenset[str] = frozenset().union(*(seen.facts for seen in calls))
     if lacking := sorted(facts - known):
         return "no call has " + ", ".join(lacking)
     nearest = max((seen.facts for seen in calls), key=lambda own: len(facts & own), default=frozenset())
