@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from conformance.mutants.planted_bug import PlantedBug
+from conformance.mutation.planted_bug import PlantedBug
 
 __all__ = ["PlantedBug"]

@@ -19,7 +19,7 @@ from conformance import interrupts
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.mutants.planted_bug import PlantedBug
+from conformance.mutation.planted_bug import PlantedBug
 from conformance.sensitivity import error_profiles
 from conformance.sensitivity.error_profiles import FILE, SCHEMA, ErrorProfile, KnownBug, Sizes
 from conformance.session.failures import CannotJudge

@@ -17,7 +17,7 @@ from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.mutants.planted_bug import PlantedBug
+from conformance.mutation.planted_bug import PlantedBug
 from reports.records import ERROR, RED, Record
 
 NEAREST_CASES = 2

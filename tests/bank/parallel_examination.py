@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from conformance.judging.task_pools import LocalPool, TaskPool
-from conformance.mutants.planted_bug import PlantedBug
+from conformance.mutation.planted_bug import PlantedBug
 from conformance.sensitivity.error_profiles import KnownBug, build_profile, iter_profile_jobs
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import open_cluster

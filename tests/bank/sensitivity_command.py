@@ -17,7 +17,7 @@ from conformance.commands.argument_lookup import check_outputs, format_command_l
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.mutants.planted_bug import PlantedBug
+from conformance.mutation.planted_bug import PlantedBug
 from conformance.sensitivity import detection_table
 from conformance.session import project_lookup, run_spec
 from conformance.session.failures import CannotJudge

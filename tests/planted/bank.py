@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.mutants.bugs import (
+from conformance.mutation.bugs import (
     backward,
     bias,
     blocks,

@@ -8,8 +8,8 @@ import pytest
 
 from conformance.checks import CHECKS
 from conformance.judging import run_plan, runner, settings
-from conformance.mutants.kernels.blockwise import implementation
-from conformance.mutants.kernels.steps import BlockSteps
+from conformance.mutation.kernels.blockwise import implementation
+from conformance.mutation.kernels.steps import BlockSteps
 from conformance.sensitivity import detection_table
 from impls.contract.implementation import Implementation
 from reports.records import RED

@@ -11,7 +11,7 @@ import pytest
 
 from cases.masks import Mask, Window
 from conformance.judging import run_plan, runner, settings
-from conformance.mutants.kernels.plain import (
+from conformance.mutation.kernels.plain import (
     Array,
     BackwardSteps,
     Call,

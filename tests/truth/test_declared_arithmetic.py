@@ -15,7 +15,7 @@ from conformance.checks import CHECKS_BY_NAME
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.mutants.bugs.precision import cut_to_tf32, in_tf32
+from conformance.mutation.bugs.precision import cut_to_tf32, in_tf32
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, Roundoff, compute_walk_steps
 from impls.contract.declarations import Arithmetic

@@ -12,10 +12,10 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Mask, Window
-from conformance.mutants.kernels import plain
-from conformance.mutants.kernels.mask_steps import each
-from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, Saved, sum_to_shape
-from conformance.mutants.kernels.triggers import both, has, trains
+from conformance.mutation.kernels import plain
+from conformance.mutation.kernels.mask_steps import each
+from conformance.mutation.kernels.plain import Array, BackwardSteps, Call, Saved, sum_to_shape
+from conformance.mutation.kernels.triggers import both, has, trains
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import both, has
+from conformance.mutation.kernels.triggers import both, has
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.mutants.kernels.triggers import both, has, trains
+from conformance.mutation.kernels.triggers import both, has, trains
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from conformance.mutants.kernels.triggers import trains
+from conformance.mutation.kernels.triggers import trains
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, hidden, planted
-from conformance.mutants.kernels.triggers import both, has, one_query, trains
+from conformance.mutation.kernels.plain import Array, BackwardSteps, Call, PlainSteps, Saved, capped, hidden, planted
+from conformance.mutation.kernels.triggers import both, has, one_query, trains
 from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct

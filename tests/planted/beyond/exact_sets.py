@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, trains
+from conformance.mutation.kernels.triggers import Trigger, both, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.combined import backward_by
 from tests.planted.beyond.few_operands import without

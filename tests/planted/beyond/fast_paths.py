@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.mutants.kernels.triggers import both, has, sixteen_bits
+from conformance.mutation.kernels.triggers import both, has, sixteen_bits
 from tests.bank import PlantedBug
 from tests.planted.planting import wrapped
 from tests.planted.planting.tile_triggers import call_of, whole

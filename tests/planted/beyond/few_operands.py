@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.mutants.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
+from conformance.mutation.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted

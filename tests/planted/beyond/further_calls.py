@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import both, has, sixteen_bits, trains
+from conformance.mutation.kernels.triggers import both, has, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.borders import in_a_tile
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, has, sixteen_bits
+from conformance.mutation.kernels.triggers import Trigger, both, has, sixteen_bits
 from tests.bank import PlantedBug
 from tests.planted.beyond import long_cache_steps as wrong
 from tests.planted.planting import splits, wrapped

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, has, sixteen_bits
+from conformance.mutation.kernels.triggers import Trigger, both, has, sixteen_bits
 from tests.bank import PlantedBug
 from tests.planted.planting import tiled
 from tests.planted.planting.tile_triggers import call_of, kv_blocks, loses, masked_by_array, q_blocks

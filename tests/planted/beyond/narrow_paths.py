@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels import blockwise, plain
-from conformance.mutants.kernels.plain import Array, PlainSteps
-from conformance.mutants.kernels.rounding import rounded
-from conformance.mutants.kernels.steps import Block, Running
-from conformance.mutants.kernels.triggers import both, sixteen_bits, trains
+from conformance.mutation.kernels import blockwise, plain
+from conformance.mutation.kernels.plain import Array, PlainSteps
+from conformance.mutation.kernels.rounding import rounded
+from conformance.mutation.kernels.steps import Block, Running
+from conformance.mutation.kernels.triggers import both, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.precision import over, towards_zero
 from tests.planted.planting import splits, tiled

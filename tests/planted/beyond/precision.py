@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window, list_conjuncts
-from conformance.mutants.kernels.plain import (
+from conformance.mutation.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -21,8 +21,8 @@ from conformance.mutants.kernels.plain import (
     planted,
     product,
 )
-from conformance.mutants.kernels.rounding import rounded
-from conformance.mutants.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
+from conformance.mutation.kernels.rounding import rounded
+from conformance.mutation.kernels.triggers import both, grouped, has, one_query, sixteen_bits, trains
 from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "precision")

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Causal, Window
-from conformance.mutants.kernels.plain import Array, BackwardSteps, Saved, planted, product
-from conformance.mutants.kernels.rounding import rounded
-from conformance.mutants.kernels.triggers import both, grouped, sixteen_bits, trains
+from conformance.mutation.kernels.plain import Array, BackwardSteps, Saved, planted, product
+from conformance.mutation.kernels.rounding import rounded
+from conformance.mutation.kernels.triggers import both, grouped, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.beyond.precision import (
     BLOCK,

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from conformance.mutants.kernels import plain
-from conformance.mutants.kernels.plain import Array, Call, same_segment
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels import plain
+from conformance.mutation.kernels.plain import Array, Call, same_segment
+from conformance.mutation.kernels.triggers import has
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

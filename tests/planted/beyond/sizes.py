@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, has
+from conformance.mutation.kernels.triggers import Trigger, both, has
 from tests.bank import PlantedBug
 from tests.planted.beyond import size_steps as wrong
 from tests.planted.planting import wrapped

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels.triggers import has
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, implementation, planted
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.mutants.kernels.triggers import both, has, one_query
+from conformance.mutation.kernels.triggers import both, has, one_query
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.kernels import naive

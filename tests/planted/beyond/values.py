@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.mutants.kernels import blockwise
-from conformance.mutants.kernels.block_triggers import several_blocks
-from conformance.mutants.kernels.plain import (
+from conformance.mutation.kernels import blockwise
+from conformance.mutation.kernels.block_triggers import several_blocks
+from conformance.mutation.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -24,9 +24,9 @@ from conformance.mutants.kernels.plain import (
     stop,
     with_sinks,
 )
-from conformance.mutants.kernels.rounding import rounded
-from conformance.mutants.kernels.steps import Block, Running, logits
-from conformance.mutants.kernels.triggers import both, empty_rows, has, masked, trains
+from conformance.mutation.kernels.rounding import rounded
+from conformance.mutation.kernels.steps import Block, Running, logits
+from conformance.mutation.kernels.triggers import both, empty_rows, has, masked, trains
 from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "values")

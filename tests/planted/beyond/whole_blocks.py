@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import both, has, sixteen_bits, trains
+from conformance.mutation.kernels.triggers import both, has, sixteen_bits, trains
 from tests.bank import PlantedBug
 from tests.planted.planting import tiled
 from tests.planted.planting.tile_triggers import (

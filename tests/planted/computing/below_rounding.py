@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.plain import (
+from conformance.mutation.kernels.plain import (
     Array,
     BackwardSteps,
     Call,
@@ -23,7 +23,7 @@ from conformance.mutants.kernels.plain import (
     sum_of_group,
     sum_to_shape,
 )
-from conformance.mutants.kernels.triggers import both, grouped, trains
+from conformance.mutation.kernels.triggers import both, grouped, trains
 from tests.bank import PlantedBug
 
 _bug = functools.partial(planted, "below rounding")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.optional_operands.sinks_operand import EXTREME
-from conformance.mutants.kernels import blockwise, plain
-from conformance.mutants.kernels.layout import BLOCK_KV, EMPTY
-from conformance.mutants.kernels.plain import Array, Call, PlainSteps, with_sinks
-from conformance.mutants.kernels.steps import Block, Running, finite_or_zero
-from conformance.mutants.kernels.triggers import both
+from conformance.mutation.kernels import blockwise, plain
+from conformance.mutation.kernels.layout import BLOCK_KV, EMPTY
+from conformance.mutation.kernels.plain import Array, Call, PlainSteps, with_sinks
+from conformance.mutation.kernels.steps import Block, Running, finite_or_zero
+from conformance.mutation.kernels.triggers import both
 from tests.bank import PlantedBug
 
 _FAMILY = "far values"

@@ -13,7 +13,7 @@ import numpy as np
 
 from conformance import declare
 from conformance.execution.plain_functions import build_implementation
-from conformance.mutants.kernels.triggers import trains
+from conformance.mutation.kernels.triggers import trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.kernels import naive

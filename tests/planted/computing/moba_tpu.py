@@ -7,7 +7,7 @@ import functools
 
 from cases.case import Case
 from cases.case_id import parse_case_id
-from conformance.mutants.kernels.triggers import both, has, trains
+from conformance.mutation.kernels.triggers import both, has, trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import both
+from conformance.mutation.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.latent import in_pages, turned

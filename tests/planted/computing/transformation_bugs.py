@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels.triggers import has
 from tests.bank import PlantedBug
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 

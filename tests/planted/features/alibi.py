@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, one_query, trains
+from conformance.mutation.kernels.triggers import Trigger, both, grouped, has, one_query, trains
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting.source_change import Change, changed

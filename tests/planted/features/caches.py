@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import KV_FEATURES, Case
-from conformance.mutants.kernels.plain import PlainSteps, capped, kernel
-from conformance.mutants.kernels.triggers import Trigger, both, has, sixteen_bits
+from conformance.mutation.kernels.plain import PlainSteps, capped, kernel
+from conformance.mutation.kernels.triggers import Trigger, both, has, sixteen_bits
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug

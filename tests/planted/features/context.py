@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, empty_rows, has, trains
+from conformance.mutation.kernels.triggers import Trigger, both, empty_rows, has, trains
 from tests.bank import PlantedBug
 from tests.planted.planting import ring_steps
 from tests.planted.planting.ring_steps import Part, RingSteps, Shard, by_row, of_sinks

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, has
+from conformance.mutation.kernels.triggers import Trigger, both, has
 from tests.bank import PlantedBug
 from tests.kernels.split_decode import (
     BLOCK,

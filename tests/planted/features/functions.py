@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, masked, one_query
+from conformance.mutation.kernels.triggers import Trigger, both, grouped, has, masked, one_query
 from tests.bank import PlantedBug
 from tests.planted.planting import flex
 from tests.planted.planting.flex import BLOCK, FlexSteps

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import Trigger, has
+from conformance.mutation.kernels.triggers import Trigger, has
 from impls import softmax_merge
 from impls.ragged.ragged_plan import RaggedPlan
 from impls.softmax_merge import Normalised, Part

@@ -14,8 +14,8 @@ from jax import lax
 
 from cases.case import Case
 from cases.moba_mask import Moba
-from conformance.mutants.kernels.plain import Call, PlainSteps, kernel, stop
-from conformance.mutants.kernels.triggers import Trigger, both, grouped, has, trains
+from conformance.mutation.kernels.plain import Call, PlainSteps, kernel, stop
+from conformance.mutation.kernels.triggers import Trigger, both, grouped, has, trains
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, restore_rows, split_lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work

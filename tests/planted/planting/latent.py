@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import Trigger, has
+from conformance.mutation.kernels.triggers import Trigger, has
 from impls import dot_product
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.moba_mask import Moba
-from conformance.mutants.kernels.plain import Call, PlainSteps, kernel, stop
+from conformance.mutation.kernels.plain import Call, PlainSteps, kernel, stop
 from impls.contract.implementation import Implementation
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels.triggers import has
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import packed
 

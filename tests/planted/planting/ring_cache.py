@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels.triggers import has
 from impls.contract.implementation import Implementation
 from tests.planted.planting import stored_bug
 from tests.planted.planting.served import softmax

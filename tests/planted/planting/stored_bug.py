@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from conformance.mutants.kernels.triggers import Trigger
+from conformance.mutation.kernels.triggers import Trigger
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 

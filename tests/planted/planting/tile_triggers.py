@@ -10,7 +10,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Mask, Window, list_conjuncts
 from cases.operand_values import DTYPES
-from conformance.mutants.kernels.triggers import Trigger
+from conformance.mutation.kernels.triggers import Trigger
 from tests.planted.planting.tiled import BLOCK, Call
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import both
+from conformance.mutation.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting import latent, packed_bug, paged_bug
 from tests.planted.planting.latent import LatentSteps

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import both
+from conformance.mutation.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting.latent import LatentSteps, bug, in_pages, turned
 from tests.planted.planting.served import Call, PagedSteps

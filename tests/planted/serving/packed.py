@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import grouped, has
+from conformance.mutation.kernels.triggers import grouped, has
 from tests.bank import PlantedBug
 from tests.planted.planting.packed_bug import bug, in_packs, several, trained
 from tests.planted.planting.served import PackedSteps, softmax

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import has
+from conformance.mutation.kernels.triggers import has
 from tests.bank import PlantedBug
 from tests.planted.planting.packed_bug import bug, several, trained
 from tests.planted.planting.served import Call, PackedSteps, softmax

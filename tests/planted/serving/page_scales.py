@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import both, has
+from conformance.mutation.kernels.triggers import both, has
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug

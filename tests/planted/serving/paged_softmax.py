@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from conformance.mutants.kernels.triggers import grouped, has
+from conformance.mutation.kernels.triggers import grouped, has
 from tests.bank import PlantedBug
 from tests.planted.planting.paged_bug import bug, in_pages
 from tests.planted.planting.served import Call, PagedSteps, softmax

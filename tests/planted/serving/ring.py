@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutants.kernels.triggers import both
+from conformance.mutation.kernels.triggers import both
 from tests.bank import PlantedBug
 from tests.planted.planting.ring_cache import RingSteps, bug, find_tokens, has_free_slots, has_turned, in_ring
 

@@ -1,0 +1,123 @@
+"""Find the smallest case on which a wrong function fails, and write tests of such cases."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+
+from cases.case import Case
+from cases.masks import Causal, Dense, Full, Indexer, Lengths, Window, iter_leaves
+from cases.operand_values import draw_problem
+from conformance.check_api.scopes import ImplementationGrids
+from conformance.execution.plain_functions import build_implementation
+from conformance.mutation.calls import AttentionCall
+from conformance.mutation.planted_bug import PlantedBug
+from conformance.mutation.substitution import RecordedCall
+from conformance.mutation.visibility import SeenCall, is_visible
+from impls.contract.implementation import Implementation
+
+_TRIED = 12  # cases on which a wrong function is tried, the smallest first
+PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
+"""What wrong functions may be wrong in: the parameters of a plain function that they know."""
+
+
+def list_cases(supported: Implementation) -> Sequence[Case]:
+    """List the cases of `quick` for a function, small ones with few features first.
+
+    Masks are those that calls are read with (`conformance.mutation.calls`): a chunked mask, for instance, is an array to
+    a function, which cannot get chunks wrong.
+    """
+    cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
+    dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
+    found = [case for case in dense if (call := _build_call(case)) is not None and _is_read(call)]
+    return sorted(found, key=lambda case: (_count_pairs(case), len(case.features), case.id))
+
+
+def _is_read(call: SeenCall) -> bool:
+    leaves = [leaf for mask in call.recorded.call.masks for leaf in iter_leaves(mask)]
+    return all(type(leaf) in (Full, Causal, Window, Lengths, Dense, Indexer) for leaf in leaves)
+
+
+def _count_pairs(case: Case) -> int:
+    return case.q_length * case.kv_length * case.batch * case.num_q_heads
+
+
+def build_stub(parameters: Collection[str]) -> Implementation:
+    """Build an implementation with these parameters, which says what cases a function can be given."""
+    kinds = inspect.Parameter
+    given = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("q", "k", "v")]
+    given += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in PARAMETERS if name in parameters]
+
+    def stub() -> None:
+        """Have the signature."""
+
+    vars(stub)["__signature__"] = inspect.Signature(given)
+    return build_implementation(stub, "stub")
+
+
+def find_smallest_case(
+    bug: PlantedBug, cases: Sequence[Case], known: Sequence[SeenCall] = ()
+) -> tuple[Case, frozenset[str]] | None:
+    """Find the smallest case on which a wrong function fails.
+
+    Args:
+      bug: the wrong function.
+      cases: those of `list_cases`.
+      known: calls; among the cases, one that has as little as possible that no call has is preferred.
+
+    Returns:
+      The case, and its facts (`visibility.describe_problem`).
+    """
+    wrong = bug.build()
+    facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
+    possible = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None]
+    tried = [(case, call) for case in possible if (call := _build_call(case)) is not None]
+    if known:
+        tried.sort(key=lambda one: len(one[1].facts - facts))
+    return next(((case, call.facts) for case, call in tried[:_TRIED] if is_visible(wrong, call)), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _build_call(case: Case) -> SeenCall | None:
+    """Build the call of a case; None if wrong functions do not know its operands."""
+    problem = draw_problem(case)
+    if any(x is not None for x in (problem.alibi_slopes, problem.score_mod, problem.logit_scale, problem.kv_scales)):
+        return None
+    names = ("q", "k", "v", "segment_ids", "soft_cap", "sinks", "bias", "scale")
+    call = AttentionCall(masks=(problem.mask,), **{name: getattr(problem, name) for name in names})
+    pulled = ("q", "k", "v", *(name for name in ("sinks", "bias") if getattr(call, name) is not None))
+    differentiated = pulled if case.phase == "train" else ()
+    return SeenCall(
+        RecordedCall(call, residuals=True, differentiated=differentiated, empty_rows=False, test=""), frozenset()
+    )
+
+
+def write_tests(function: str, adapter: str, cases: Mapping[str, str]) -> str:
+    """Write a module of tests with the cases that catch what a suite let through.
+
+    Args:
+      function: the function, as `module:name`.
+      adapter: the module and name of its adapter, as `module:name`.
+      cases: what each wrong function gets wrong, by the id of a case that catches it.
+    """
+    module, _, name = adapter.partition(":")
+    imported = f"from {module} import {name}" + ("" if name == "attention" else " as attention")
+    rows = "".join(f"        {case!r},  # {text}\n" for case, text in cases.items()).replace("'", '"')
+    return f'''"""Cases on which wrong versions of `{function}` fail that the other tests let through."""
+
+import conformance
+import pytest
+{imported}
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+{rows}    ],
+)
+def test_gives_exact_results(case_id):
+    case = conformance.case(case_id)
+    comparison = case.compare(case.run(attention))
+    assert comparison.passes, comparison
+'''
