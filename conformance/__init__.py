@@ -36,6 +36,7 @@ _PUBLIC = {
     "declare": "impls.contract.declarations",
     "initialize_identity": "impls.libraries.identity_projections",
     "identity_projection": "conformance.execution.module_adapters",
+    "mutants": "conformance.mutation.measuring",
     "name_axes": "conformance.execution.module_adapters",
     "reference_attention": "conformance.reference.attention",
 }

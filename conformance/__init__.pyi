@@ -11,6 +11,7 @@ from conformance.api.findings import Finding as Finding
 from conformance.api.report import Report as Report
 from conformance.execution.module_adapters import identity_projection as identity_projection
 from conformance.execution.module_adapters import name_axes as name_axes
+from conformance.mutation.measuring import mutants as mutants
 from conformance.reference.attention import reference_attention as reference_attention
 from impls.contract.declarations import Arithmetic as Arithmetic
 from impls.contract.declarations import declare as declare

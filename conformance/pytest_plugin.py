@@ -18,6 +18,8 @@ import hashlib
 import json
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from reports.records import Record
 
 _PLUGIN_NAME = "attention-conformance-gate"
+_MUTANTS = "--conformance-mutants"
 _RECORDS_ATTRIBUTE = "attention_conformance_records"
 _RUN_ATTRIBUTE = "attention_conformance_run"
 _HANDSHAKES = "attention-conformance-handshakes"
@@ -48,9 +51,27 @@ _JUDGED: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options of the gate, and the plugins that must come before any `conftest.py`."""
     gate_options.add_options(parser)
+    parser.getgroup("attention conformance: mutants").addoption(
+        _MUTANTS,
+        metavar="NAME",
+        help="measure which wrong versions of a function (module:function, as the tests import it) these tests catch",
+    )
     # These plugins must be registered here: pytest imports every `conftest.py` before it calls the next hook.
     pluginmanager.register(exit_guard.ExitGuard(), exit_guard.PLUGIN_NAME)
     pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Measure these tests in place of running them, if asked to (`python -m conformance mutants`)."""
+    function = config.getoption(_MUTANTS)
+    if function is None or hasattr(config, "workerinput"):
+        return None
+    arguments = [str(one) for one in config.invocation_params.args if not str(one).startswith(f"{_MUTANTS}=")]
+    if _MUTANTS in arguments:  # its value is the next argument
+        place = arguments.index(_MUTANTS)
+        del arguments[place : place + 2]
+    command = [sys.executable, "-m", "conformance", "mutants", f"--replace={function}"]
+    return subprocess.run([*command, "--", sys.executable, "-m", "pytest", *arguments], check=False).returncode
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -89,6 +89,14 @@ class MutantResults:
             found.append((name, states.count(CAUGHT), states.count(PASSED), states.count(UNSEEN)))
         return found
 
+    def __str__(self) -> str:
+        """Say how many are caught, and which pass."""
+        caught, passed = self.select(CAUGHT), self.select(PASSED)
+        lines = [
+            f"{self.command} catches {len(caught)} of {len(caught) + len(passed)} wrong versions of {self.function}"
+        ]
+        return "\n".join([*lines, *(f"  passes: {one.family}: {one.sentence}" for one in passed)])
+
 
 def write_results(path: Path, results: MutantResults) -> None:
     """Write results: a line about the run, and one for each wrong function. Raises `OSError`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import datetime
+import inspect
 import json
 import os
 import platform
@@ -17,7 +18,8 @@ from pathlib import Path
 import jax
 
 from cases.case import Case
-from conformance import interrupts, temporary_folders
+from cases.parameter_names import find_operand
+from conformance import interrupts, packages, temporary_folders
 from conformance.execution.implementation_registry import ImplementationNotFound, load_attribute
 from conformance.mutation import smallest_cases, visibility
 from conformance.mutation.mutant_list import MUTANTS, find_mutant, find_operands, is_by_hand
@@ -68,6 +70,49 @@ class Options:
     jobs: int = 1
     save: Path | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+
+
+def mutants(
+    function: str,
+    command: str | Sequence[str],
+    *,
+    through: str = "",
+    families: Collection[str] = (),
+    every: bool = False,
+    seconds: float | None = None,
+    jobs: int = 1,
+    save: str | Path | None = None,
+) -> MutantResults:
+    """Measure which wrong versions of a function its tests let through, as `python -m conformance mutants` does.
+
+    Args:
+      function: `module:function`, where the tests look it up.
+      command: the command that runs the tests, such as `"pytest tests/test_flash.py"`.
+      through: `file.py:name` of a function that turns its calls into calls of the contract; calls are read by the names
+        of parameters without it.
+      families: the families of wrong functions to try; all if empty.
+      every: whether each wrong function is tried, and not one of each kind.
+      seconds: the time after which no further one is tried.
+      jobs: how many suites run at once.
+      save: a file that gets the results one by one; one that is there is continued.
+
+    Raises:
+      CannotJudge: if the tests fail with the true function, or with correct attention in its place.
+    """
+    packages.claim_names()
+    words = shlex.split(command) if isinstance(command, str) else tuple(command)
+    return measure(
+        Options(
+            command=words,
+            function=function,
+            through=through,
+            families=families,
+            every=every,
+            seconds=seconds,
+            jobs=jobs,
+            save=None if save is None else Path(save),
+        )
+    )
 
 
 def measure(options: Options, *, say: Callable[[str], None] = lambda line: None) -> MutantResults:
@@ -171,10 +216,6 @@ def _build_supported(options: Options) -> Implementation:
     if options.through:
         module = load_through(options.through)[1]
         return smallest_cases.build_stub(getattr(module, "PARAMETERS", smallest_cases.PARAMETERS))
-    import inspect
-
-    from cases.parameter_names import find_operand
-
     try:
         signature = inspect.signature(load_attribute(options.function))
     except ImplementationNotFound as error:
@@ -273,6 +314,3 @@ def _read_done(options: Options) -> dict[str, MutantOutcome]:
     if (before.function, before.command) != (options.function, shlex.join(options.command)):
         raise CannotJudge(f"--save={options.save} is about `{before.command}`: name another file")
     return {one.name: one for one in before.outcomes if one.state in (CAUGHT, PASSED)}
-
-
-__all__ = ["FAMILIES", "UNSEEN", "Options", "measure"]

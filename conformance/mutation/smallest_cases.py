@@ -25,8 +25,8 @@ PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "b
 def list_cases(supported: Implementation) -> Sequence[Case]:
     """List the cases of `quick` for a function, small ones with few features first.
 
-    Masks are those that calls are read with (`conformance.mutation.calls`): a chunked mask, for instance, is an array to
-    a function, which cannot get chunks wrong.
+    Their masks are those that calls are read with (`mutation.calls`): a function that gets a chunked mask as an array
+    cannot get chunks wrong.
     """
     cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
