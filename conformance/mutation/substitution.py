@@ -21,6 +21,7 @@ import numpy as np
 from cases.masks import Causal, Dense, Indexer, Mask, Window
 from conformance.mutation import mutant_list
 from conformance.mutation.calls import AttentionCall, CannotRead, Reading, find_reading, read_call
+from impls.contract.implementation import Implementation
 
 Array = Any
 _inside = contextvars.ContextVar("_inside", default=False)
@@ -111,7 +112,7 @@ class _Translation:
         parameters = self.signature.parameters.values()
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.operands = mutant_list.find_operands(self.signature)
-        self.readings: dict[Any, Reading | str] = {}
+        self.readings: dict[Any, Reading | str] = _read_readings(run.folder.parent / "right")
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         bound = self.signature.bind(*arguments, **options)
@@ -153,7 +154,15 @@ class _Translation:
                     self.readings[key] = find_reading(call_true, named, self.defaults, self.run.right)
             except CannotRead as error:
                 self.readings[key] = str(error)
+            if self.run.mode == "right":  # wrong functions need not look for it again
+                with (self.run.folder / f"reading-{os.getpid()}-{len(self.readings):05d}.pickle").open("wb") as file:
+                    pickle.dump((key, self.readings[key]), file)
         return self.readings[key]
+
+
+def _read_readings(folder: Path) -> dict[Any, Reading | str]:
+    """Read the readings that the processes of a run have found."""
+    return dict(pickle.loads(path.read_bytes()) for path in sorted(folder.glob("reading-*.pickle")))
 
 
 def _describe(x: Any) -> Any:
@@ -189,12 +198,12 @@ class _Run:
             call = self._record(call, residuals, empty_rows)
         with _enter():
             try:
-                return call.run(self.implementation, residuals=residuals)
+                return _run_compiled(call, self.implementation, residuals)
             except Exception as error:
                 if self.implementation is self.right:
                     raise
                 self.note(f"broken: {type(error).__name__}: {error}")  # it is no wrong result
-                return call.run(self.right, residuals=residuals)
+                return _run_compiled(call, self.right, residuals)
 
     def attend_plainly(
         self,
@@ -224,9 +233,7 @@ class _Run:
 
     def _record(self, call: AttentionCall, residuals: bool, empty_rows: bool) -> AttentionCall:
         """Write a call to a file when its values are known; return the call to go on with."""
-        arrays = {name: getattr(call, name) for name in ("q", "k", "v", "segment_ids", "sinks", "bias")}
-        arrays["pairs"] = [mask.array for mask in call.masks if isinstance(mask, Dense)]
-        leaves, structure = jax.tree.flatten(arrays)
+        leaves, structure = jax.tree.flatten(_get_arrays(call))
         key = (structure, *map(_describe, leaves), *(repr(m) for m in call.masks if not isinstance(m, Dense)))
         key = (*key, call.soft_cap, call.scale, residuals)
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
@@ -241,15 +248,8 @@ class _Run:
                 return
             self.counts[kept] = self.counts.get(kept, 0) + 1
             found = jax.tree.unflatten(structure, [np.asarray(x) for x in values])
-            pairs = iter(found.pop("pairs"))
-            masks = tuple(Indexer(next(pairs)) if isinstance(m, Dense) else m for m in call.masks)
-            recorded = RecordedCall(
-                AttentionCall(**found, masks=masks, soft_cap=call.soft_cap, scale=call.scale),
-                residuals,
-                tuple(sorted(differentiated)),
-                empty_rows,
-                test,
-            )
+            names = tuple(sorted(differentiated))
+            recorded = RecordedCall(_with_arrays(call, found), residuals, names, empty_rows, test)
             number = sum(self.counts.values())
             with (self.folder / f"call-{os.getpid()}-{number:05d}.pickle").open("wb") as file:
                 pickle.dump(recorded, file)
@@ -276,6 +276,28 @@ class _Run:
         else:
             store(*leaves)
         return call
+
+
+def _run_compiled(call: AttentionCall, implementation: Implementation, residuals: bool) -> dict[str, Array]:
+    """Run a call as one program, which takes less time than its operations one by one."""
+
+    def run(arrays: dict[str, Any]) -> dict[str, Array]:
+        return _with_arrays(call, arrays).run(implementation, residuals=residuals)
+
+    return jax.jit(run)(_get_arrays(call))
+
+
+def _get_arrays(call: AttentionCall) -> dict[str, Any]:
+    """Return the arrays of a call; `pairs` are those of its masks."""
+    arrays: dict[str, Any] = {name: getattr(call, name) for name in ("q", "k", "v", "segment_ids", "sinks", "bias")}
+    return {**arrays, "pairs": [mask.array for mask in call.masks if isinstance(mask, Dense)]}
+
+
+def _with_arrays(call: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
+    """Return the call with other arrays."""
+    pairs = iter(arrays["pairs"])
+    masks = tuple(Indexer(next(pairs)) if isinstance(mask, Dense) else mask for mask in call.masks)
+    return dataclasses.replace(call, **{n: x for n, x in arrays.items() if n != "pairs"}, masks=masks)
 
 
 def _build_indexer(mask: Array) -> Mask:

@@ -17,7 +17,7 @@ from typing import Any
 
 from conformance.mutation.pytest_selection import list_callers, read_events
 
-_SITE = str(Path(__file__).parent / "site")
+SITE = str(Path(__file__).parent / "site")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -99,8 +99,11 @@ class Suite:
         file = self.folder / f"{mode}.json"
         file.write_text(json.dumps(settings), encoding="utf-8")
         environment = {**self.environment, "CONFORMANCE_MUTANTS": str(file)}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_SITE, self.environment.get("PYTHONPATH"))))
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self.folder / "programs"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (SITE, self.environment.get("PYTHONPATH"))))
+        if "JAX_COMPILATION_CACHE_DIR" not in environment:  # most programs are the same with each wrong function
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "programs")
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         if self.is_pytest:
             plugins = (self.environment.get("PYTEST_PLUGINS"), "conformance.mutation.pytest_selection")
             environment["PYTEST_PLUGINS"] = ",".join(filter(None, plugins))

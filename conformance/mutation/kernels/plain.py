@@ -327,18 +327,26 @@ def kernel(
         if any(isinstance(leaf, OwnWindow) for leaf in iter_leaves(mask)):
             raise NotImplementedError("own_window: the mask has one place for all batch rows")
 
+        # What is known at run time only is an operand: a function with a backward pass of its own must not capture it.
+        pairs = mask if any(leaf.at_run_time for leaf in iter_leaves(mask)) else None
+
         def call_of(
-            q: Array, k: Array, v: Array, sinks: Array | None, bias: Array | None, ids: tuple[Array, Array] | None
+            q: Array,
+            k: Array,
+            v: Array,
+            sinks: Array | None,
+            bias: Array | None,
+            ids: tuple[Array, Array] | None,
+            pairs: Mask | None,
         ) -> Call:
-            return Call(
-                q=q, k=k, v=v, mask=mask, segment_ids=ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale
-            )
+            of = mask if pairs is None else pairs
+            return Call(q=q, k=k, v=v, mask=of, segment_ids=ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
 
         def returned(result: Forward) -> Any:
             residuals = {"logsumexp": result.logsumexp, "max_logits": result.max_logits}
             return (result.out, residuals) if save_residuals else result.out
 
-        operands = (q, k, v, sinks, bias, segment_ids)
+        operands = (q, k, v, sinks, bias, segment_ids, pairs)
         if back is None:
             return returned(forward(call_of(*operands), steps))
 
@@ -359,7 +367,7 @@ def kernel(
             start = Saved(call=call, forward=result, scale=steps.scale(scale, call), do=do)
             found = backward(start, dlse, back)
             given = zip(operands, found, strict=False)
-            return (*(None if dx is None else dx.astype(x.dtype) for x, dx in given), None)
+            return (*(None if dx is None else dx.astype(x.dtype) for x, dx in given), None, None)
 
         run.defvjp(save, pull_back)
         return run(*operands)
