@@ -256,7 +256,8 @@ def _run_wrong(
         late = options.seconds is not None and time.monotonic() - start > options.seconds
         if late or stopped.is_set():
             return
-        outcome = _build_outcome(bug, suite.run(bug.name, seconds=limit), visible[bug.name])
+        run = suite.run(bug.name, seconds=limit)
+        outcome = _build_outcome(bug, run, visible[bug.name], is_pytest=suite.is_pytest)
         if stopped.is_set():
             return
         with lock:
@@ -285,13 +286,15 @@ def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome
     return MutantOutcome(bug.name, bug.family, bug.reference, state, **more)  # type: ignore[arg-type]
 
 
-def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall) -> MutantOutcome:
+def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:
     call = ", ".join(sorted(seen.facts))
     broken = [reason for reason in run.reasons if reason.startswith("broken")]
     if run.code == 0:
         return _describe(bug, PASSED, call=call, seconds=run.seconds)
     if broken:
         return _describe(bug, NOT_RUN, call=call, detail=broken[0], seconds=run.seconds)
+    if is_pytest and run.code not in (None, 1) and not run.first_failure:  # it could not run the tests
+        return _describe(bug, NOT_RUN, call=call, detail=f"pytest ended with {run.code}", seconds=run.seconds)
     if run.code is None:
         return _describe(bug, CAUGHT, call=call, detail="it ran past its time", seconds=run.seconds)
     return _describe(bug, CAUGHT, call=call, detail=run.first_failure or f"exit code {run.code}", seconds=run.seconds)

@@ -23,7 +23,7 @@ PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "b
 
 
 def list_cases(supported: Implementation) -> Sequence[Case]:
-    """List the cases of `quick` for a function, small ones with few features first.
+    """List the cases of `quick` for a function, small ones of plain values and few features first.
 
     Their masks are those that calls are read with (`mutation.calls`): a function that gets a chunked mask as an array
     cannot get chunks wrong.
@@ -31,7 +31,8 @@ def list_cases(supported: Implementation) -> Sequence[Case]:
     cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
     found = [case for case in dense if (call := _build_call(case)) is not None and _is_read(call)]
-    return sorted(found, key=lambda case: (_count_pairs(case), len(case.features), case.id))
+    plain = "normal"
+    return sorted(found, key=lambda case: (_count_pairs(case), case.distribution != plain, len(case.features), case.id))
 
 
 def _is_read(call: SeenCall) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import conformance.execution.executor  # noqa: F401  it makes masks pytrees
 from cases.case import Case
 from cases.masks import Mask, OwnWindow, iter_leaves
 from conformance.mutation.planted_bug import PlantedBug
