@@ -156,7 +156,7 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
         function=options.function,
         command=shlex.join(options.command),
         date=datetime.date.today().isoformat(),
-        environment={"jax": jax.__version__, "python": platform.python_version(), "machine": platform.machine()},
+        environment={"jax": jax.__version__, "python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} CPUs"},
         calls=(len(recorded), len(calls)),
         left=left,
     )
