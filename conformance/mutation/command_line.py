@@ -15,7 +15,7 @@ input is lacking. For each one that passes, it names the smallest case that catc
 
 _EXAMPLES = """\
 examples:
-  python -m conformance mutants --replace=my_pkg.flash:attention -- pytest tests/test_flash.py
+  python -m conformance mutants --replace=my_pkg.flash:attention -- pytest test_flash.py
   python -m conformance mutants --replace=my_pkg.flash:attention --family=sinks --family=windows -- pytest tests
   python -m conformance mutants --replace=my_pkg.flash:attention --write-tests=tests/test_missed.py -- pytest tests
   python -m conformance mutants --replace=my_pkg.flash:attention --save=mutants.jsonl --fail-under=90 -- pytest tests

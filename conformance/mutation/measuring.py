@@ -87,7 +87,7 @@ def mutants(
 
     Args:
       function: `module:function`, where the tests look it up.
-      command: the command that runs the tests, such as `"pytest tests/test_flash.py"`.
+      command: the command that runs the tests, such as `"pytest test_flash.py"`.
       through: `file.py:name` of a function that turns its calls into calls of the contract; calls are read by the names
         of parameters without it.
       families: the families of wrong functions to try; all if empty.
@@ -156,7 +156,11 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
         function=options.function,
         command=shlex.join(options.command),
         date=datetime.date.today().isoformat(),
-        environment={"jax": jax.__version__, "python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} CPUs"},
+        environment={
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        },
         calls=(len(recorded), len(calls)),
         left=left,
     )
