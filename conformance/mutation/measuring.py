@@ -257,7 +257,7 @@ def _run_wrong(
     stopped = threading.Event()
 
     def try_one(bug: PlantedBug) -> None:
-        late = options.seconds is not None and time.monotonic() - start > options.seconds
+        late = bool(found) and options.seconds is not None and time.monotonic() - start > options.seconds
         if late or stopped.is_set():
             return
         run = suite.run(bug.name, seconds=limit)
