@@ -55,6 +55,11 @@ _BLOCKS = (
 )
 # Head counts `(B, N, K)`, each with depths `(H, V)` of its own.
 _HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
+# Lengths that no block divides: a single key, and more than eight blocks of queries, with deep heads.
+_TAILS = (
+    Shape("train", 250, 1, (1, 4, 2), (160, 160)),
+    Shape("train", 1030, 200, (1, 2, 1), (256, 256)),
+)
 # Nine blocks of queries and of keys. This shape is last, since it is the most expensive.
 _LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
 
@@ -71,6 +76,7 @@ def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
 _SHAPES = (
     *_BLOCKS,
     *(Shape("train", 128, 128, heads, depths) for heads, depths in _HEADS.items()),
+    *_TAILS,
     _LARGEST,
 )
 _IN_BLOCKS_OF_512 = tuple(
