@@ -55,8 +55,9 @@ _BLOCKS = (
 )
 # Head counts `(B, N, K)`, each with depths `(H, V)` of its own.
 _HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
-# Lengths that no block divides: a single key, and more than eight blocks of queries, with deep heads.
+# A tail of keys behind whole blocks of queries, a single key, and more than eight blocks of queries with a tail.
 _TAILS = (
+    Shape("train", 128, 217, (1, 2, 2), (48, 48)),
     Shape("train", 250, 1, (1, 4, 2), (160, 160)),
     Shape("train", 1030, 200, (1, 2, 1), (256, 256)),
 )
@@ -169,6 +170,8 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     elsewhere = shape is not None and _resolve_stand_in(shape) not in _ALL_FORMS
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
+    if shape is not None and shape.kv == 1 and levels.get("bias") in HIDING:
+        return False  # a bias hides no key of a row that has one
     # Under a cap, a bias of minus infinity hides nothing, and logits far from zero are all the same.
     is_flattened = levels.get("bias") in HIDING or levels.get("distribution") in MOVED
     if is_flattened and levels.get("soft_cap") is not None:
