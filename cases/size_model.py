@@ -55,6 +55,12 @@ _BLOCKS = (
 )
 # Head counts `(B, N, K)`, each with depths `(H, V)` of its own.
 _HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
+# A tail of keys behind whole blocks of queries, a single key, and more than eight blocks of queries with a tail.
+_TAILS = (
+    Shape("train", 128, 217, (1, 2, 2), (48, 48)),
+    Shape("train", 250, 1, (1, 4, 2), (160, 160)),
+    Shape("train", 1030, 200, (1, 2, 1), (256, 256)),
+)
 # Nine blocks of queries and of keys. This shape is last, since it is the most expensive.
 _LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
 
@@ -71,6 +77,7 @@ def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
 _SHAPES = (
     *_BLOCKS,
     *(Shape("train", 128, 128, heads, depths) for heads, depths in _HEADS.items()),
+    *_TAILS,
     _LARGEST,
 )
 _IN_BLOCKS_OF_512 = tuple(
@@ -163,6 +170,8 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     elsewhere = shape is not None and _resolve_stand_in(shape) not in _ALL_FORMS
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
+    if shape is not None and shape.kv == 1 and levels.get("bias") in HIDING:
+        return False  # a bias hides no key of a row that has one
     # Under a cap, a bias of minus infinity hides nothing, and logits far from zero are all the same.
     is_flattened = levels.get("bias") in HIDING or levels.get("distribution") in MOVED
     if is_flattened and levels.get("soft_cap") is not None:

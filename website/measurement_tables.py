@@ -18,6 +18,7 @@ from cases.case_id import parse_case_id
 from conformance.survey.upstream_findings import name_raising, read_findings
 from impls.libraries.library_specs import load_libraries
 from reports import survey_markdown, survey_page, survey_results
+from website import case_matrices
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "measurements" / "data"
@@ -434,6 +435,50 @@ def format_unsurveyed() -> str:
     return f"Listed, and not part of these results: {', '.join(missing)}." if missing else ""
 
 
+def format_case_matrices() -> str:
+    """Format how many pairs of values each suite covers, and how many of these `quick` covers."""
+    reading, writing = case_matrices.list_quick_cases()
+    rows = []
+    for suite, found in _compare_suites():
+        chosen = sum(test["cases"] for test in suite["test"])
+        share = f"{len(found.covered)} ({len(found.covered) / len(found.pairs):.0%})"
+        name = f"[{suite['name']}]({suite['source']}), {suite['date']:%Y-%m-%d}"
+        rows.append([name, f"{suite['all_cases']:,}", f"{chosen:,}", len(found.values), len(found.pairs), share])
+    columns = ["suite, date of its commit", "cases", "cases of the tests compared", "values", "pairs of values"]
+    table = _format_table([*columns, "pairs that `quick` covers"], rows, "lrrrrr")
+    return f"{table}\n\nLevel `quick` has {len({*reading, *writing}):,} cases in all grids of all storage forms."
+
+
+def format_case_values() -> str:
+    """Format, for each value and suite, how many of the pairs with this value `quick` covers."""
+    compared = _compare_suites()
+    rows = []
+    for value in case_matrices.sort_values({value for _, found in compared for value in found.values}):
+        cells = []
+        for _, found in compared:
+            pairs = [pair for pair in found.pairs if value in pair]
+            cells.append(f"{len(found.covered.intersection(pairs))} of {len(pairs)}" if pairs else "")
+        rows.append([case_matrices.find_kind(value), value, *cells])
+    return _format_table(["kind", "value", *(suite["name"] for suite, _ in compared)], rows, "llrrr")
+
+
+def format_missing_pairs() -> str:
+    """Format why `quick` lacks pairs of the suites, with the number of pairs and an example for each reason."""
+    reasons = _read_toml("case_matrices.toml")["reason"]
+    missing = sorted({pair for _, found in _compare_suites() for pair in found.pairs - found.covered})
+    grouped = collections.defaultdict(list)
+    for pair in missing:
+        grouped[case_matrices.find_reason(pair, reasons)].append(pair)
+    rows = [[len(grouped[n]), " with ".join(grouped[n][0]), reason["text"]] for n, reason in enumerate(reasons)]
+    return _format_table(["pairs", "for example", "reason"], rows, "rll")
+
+
+@functools.cache
+def _compare_suites() -> list[tuple[Mapping[str, Any], case_matrices.Comparison]]:
+    suites = _read_toml("case_matrices.toml")["suite"]
+    return [(suite, case_matrices.compare_suite(suite)) for suite in suites]
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "tpu-cycles": functools.partial(format_tables, "tpu_cycles.toml"),
     "gpu-bounds": functools.partial(format_tables, "gpu_bounds.toml"),
@@ -450,6 +495,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "unknown-kernels": functools.partial(format_tables, "unknown_kernels.toml", "###"),
     "limits": format_limits,
     "exploits": format_exploits,
+    "case-matrices": format_case_matrices,
+    "case-values": format_case_values,
+    "missing-pairs": format_missing_pairs,
+    "outside-corpora": functools.partial(format_tables, "outside_corpora.toml", "###"),
     "state-facts": format_survey_facts,
     "state-newest": lambda: survey_markdown.format_newest(_read_survey(), name_raising(read_findings())),
     "state-versions": lambda: survey_markdown.format_versions(_read_survey(), name_raising(read_findings())),

@@ -53,6 +53,7 @@ _SIZES = (
     Shape("heads", fix_lengths((33, 33), (40, 40)), phase="train", heads=(32, 4), depths=(32, 32)),
     Shape("odd_heads", fix_lengths((6, 20), (50, 3), (9, 9)), phase="train", heads=(15, 3), depths=(80, 80)),
     Shape("deep", fix_lengths((21, 21), (16, 16)), phase="train", heads=(3, 1), depths=(192, 128)),
+    Shape("deepest", fix_lengths((70, 70), (1, 33), (40, 9)), phase="train", heads=(4, 1), depths=(256, 256)),
 )
 # Left sides of windows: the number of keys before the query's own that it sees. "inf" is causal, None is no mask.
 _WINDOWS: tuple[Any, ...] = ("inf", 5, 0, None)

@@ -58,6 +58,7 @@ _SIZES = (
     Shape("odd_heads", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(15, 3), depths=(80, 80)),
     Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), phase="decode", heads=(4, 4)),
     Shape("deep", fix_lengths((5, 21), (1, 64)), heads=(3, 1), depths=(192, 128)),
+    Shape("deepest", fix_lengths((9, 140), (1, 300)), heads=(4, 2), depths=(256, 256)),
 )
 # Left sides of windows: the number of keys before the query's own that it sees. "inf" is causal. For pages of 16: 5 is
 # less than a page, 15 with the query's own key is a whole page, 40 is several pages. 0 leaves only the query's own key.

@@ -106,6 +106,14 @@ BUGS: tuple[PlantedBug, ...] = (
         add_weights=lambda acc, alpha, weights, v, block: _update(weights, v),
     ),
     _bug(
+        name="acc-not-rescaled",
+        kind="I.alpha-missing",
+        reference="gpuemu-corpus flash_attention_triton_buggy (arXiv:2606.20128)",
+        shows=("out",),
+        trigger=several_blocks,
+        add_weights=lambda acc, alpha, weights, v, block: acc + _update(weights, v),
+    ),
+    _bug(
         name="acc-in-input-dtype",
         kind="splitkv.partial-dtype",
         reference="flash-attn PR 2336",

@@ -114,6 +114,18 @@ def _first_row_in_decode(x: Array, call: Call) -> Array:
     return jnp.broadcast_to(repeated[:1], repeated.shape) if call.q_length == 1 else repeated
 
 
+def _batch_stride_left_out(q: Array, k: Array, v: Array, call: Call) -> tuple[Array, Array, Array]:
+    """Batch row `b` of `[B, N, T, H]` begins `b` tokens behind the first one, and not `N * T`."""
+
+    def read(x: Array) -> Array:
+        batch, length, heads, depth = x.shape
+        tokens = jnp.swapaxes(x, 1, 2).reshape(-1, depth)
+        rows = jnp.arange(batch)[:, None] + jnp.arange(heads * length)
+        return jnp.swapaxes(tokens[rows].reshape(batch, heads, length, depth), 1, 2)
+
+    return read(q), read(k), read(v)
+
+
 def _several_kv_heads(case: Case) -> bool:
     return grouped(case) and case.num_kv_heads > 1
 
@@ -198,6 +210,14 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_FORWARD,
         trigger=both(one_query, lambda case: case.batch > 1),
         steps=PlainSteps(expand_k=_first_row_in_decode, expand_v=_first_row_in_decode),
+    ),
+    _bug(
+        "batch-stride-left-out-of-offset",
+        kind="batch.offset",
+        reference="triton issue 6242 (in arXiv:2605.19652)",
+        shows=_FORWARD,
+        trigger=lambda case: case.batch > 1,
+        steps=PlainSteps(operands=_batch_stride_left_out),
     ),
     _bug(
         "values-cut-at-key-depth",
