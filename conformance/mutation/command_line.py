@@ -47,6 +47,7 @@ def add_mutants(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="only this family; may be repeated",
     )
     what.add_argument("--every", action="store_true", help="try every wrong function, and not one of each kind")
+    what.add_argument("--sample", type=int, metavar="N", help="try N kinds of each family, always the same ones")
     what.add_argument("--list", action="store_true", help="print the wrong functions, and run nothing")
     what.add_argument("suite", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that runs your tests")
     how = adding.add_argument_group("how to run")

@@ -43,6 +43,7 @@ def run_mutants(arguments: argparse.Namespace) -> int:
         through=arguments.through or "",
         families=arguments.family,
         every=arguments.every,
+        sample=arguments.sample,
         seconds=arguments.seconds,
         jobs=arguments.jobs,
         save=None if arguments.save is None else Path(arguments.save),

@@ -59,6 +59,20 @@ def replace_function(module: Any, settings: Mapping[str, Any]) -> None:
     for other, value in list(vars(owner).items()):
         if value is true and other != name:
             setattr(owner, other, replaced)
+    for value in vars(module).values():
+        _replace_defaults(getattr(value, "__init__", None) if isinstance(value, type) else value, true, replaced)
+
+
+def _replace_defaults(function: Any, true: Any, replaced: Any) -> None:
+    """Replace the function where it is the default of a parameter, as of flax's `attention_fn`."""
+    function = inspect.unwrap(function) if inspect.isfunction(function) else None
+    if function is None or function is true:
+        return
+    if function.__defaults__ and any(x is true for x in function.__defaults__):
+        function.__defaults__ = tuple(replaced if x is true else x for x in function.__defaults__)
+    for name, x in (function.__kwdefaults__ or {}).items():
+        if x is true:
+            function.__kwdefaults__[name] = replaced
 
 
 def build_replacement(true: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -150,7 +164,7 @@ class _Translation:
                 return self.true(*again.args, **again.kwargs)
 
             try:
-                with _enter(), jax.ensure_compile_time_eval():
+                with _enter(), jax.core.eval_context():  # a kernel that is interpreted does not fold constants
                     self.readings[key] = find_reading(call_true, named, self.defaults, self.run.right)
             except CannotRead as error:
                 self.readings[key] = str(error)
