@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conformance.mutants.substitution import replace_function
+from conformance.mutation.substitution import replace_function
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
