@@ -10,7 +10,7 @@ from typing import Any
 
 from reports.printable_text import make_all_printable
 
-SCHEMA = "attention-conformance/mutation/1"
+SCHEMA = "attention-conformance/mutants/1"
 CAUGHT, PASSED, UNSEEN, NOT_RUN = "caught", "passed", "unseen", "not run"
 
 

@@ -84,8 +84,8 @@ def test_pytest_and_python_measure_too(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no_such_function" in done.stdout + done.stderr
-    command = f"{sys.executable} check.py"
-    results = conformance.mutants("flash:flash_attention", command, families=["windows"], seconds=1e-3)
+    checking = f"{sys.executable} check.py"
+    results = conformance.mutants("flash:flash_attention", checking, families=["windows"], seconds=1e-3)
     assert len(results.select(PASSED)) == 1  # the one that began within this time
     assert {one.detail for one in results.select("not run")} == {"the time was over"}
     assert "wrong versions of flash:flash_attention" in str(results)
