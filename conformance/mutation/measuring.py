@@ -156,7 +156,11 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
         function=options.function,
         command=shlex.join(options.command),
         date=datetime.date.today().isoformat(),
-        environment={"jax": jax.__version__, "python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} CPUs"},
+        environment={
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        },
         calls=(len(recorded), len(calls)),
         left=left,
     )
@@ -283,7 +287,7 @@ def _run_wrong(
 
 
 def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome:
-    return MutantOutcome(bug.name, bug.family, bug.reference, state, **more)  # type: ignore[arg-type]
+    return MutantOutcome(bug.name, bug.family, bug.reference, state, sentence=bug.says, **more)  # type: ignore[arg-type]
 
 
 def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:

@@ -121,6 +121,7 @@ def _several_kv_heads(case: Case) -> bool:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "kv-heads-tiled",
+        says="Query head n reads key and value head n % K, not n // group size.",
         kind="gqa.tile-vs-repeat",
         reference="jax-js issue 180",
         shows=_FORWARD,
@@ -129,6 +130,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "value-heads-tiled",
+        says="Query head n reads value head n % K, but key head n // group size.",
         kind="gqa.tile-vs-repeat",
         reference="inferred from jax-js issue 180",
         shows="out",
@@ -137,6 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "group-rounded-to-power-of-two",
+        says="Key/value heads are looked up with a group size rounded up to a power of two.",
         kind="gqa.interleave-div",
         reference="inferred from native-sparse-attention-triton issue 27, wrong for ratios of one kind only",
         shows=_FORWARD,
@@ -145,6 +148,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dkv-of-interleaved-groups",
+        says="dk and dv are summed over query heads K apart, not over adjacent ones.",
         kind="gqa.interleave-div",
         reference="native-sparse-attention-triton issue 27",
         shows="dk dv",
@@ -153,6 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dk-of-last-head-of-group",
+        says="dk is that of the last query head of a group, not the sum over the group.",
         kind="bwd.gqa-alias",
         reference="tokamax commits 701317b, 339f271; levanter issue 449",
         shows="dk",
@@ -161,6 +166,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dkv-averaged-over-group",
+        says="dk and dv are the mean over the query heads of a group, not their sum.",
         kind="gqa.mean",
         reference="inferred from levanter issue 449",
         shows="dk dv",
@@ -169,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-kv-head",
+        says="Each query head takes the mask at the index of its key/value head.",
         kind="perhead-mask-gqa",
         reference="torch-xpu-ops issue 5090",
         shows=_FORWARD,
@@ -177,6 +184,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-first-head-for-all",
+        says="All heads use the mask of the first head.",
         kind="perhead-mask-first",
         reference="inferred from torch-xpu-ops issue 5090",
         shows=_FORWARD,
@@ -185,6 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-batch-on-kv-heads",
+        says="A mask per batch row is applied per key/value head where the two counts agree.",
         kind="gqa.mask-broadcast-collision",
         reference="mlx-lm PR 1903",
         shows=_FORWARD,
@@ -193,6 +202,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "first-batch-row-read-in-decode",
+        says="With a single query, all batch rows read keys and values of the first.",
         kind="splitkv.batch-stride0",
         reference="vllm-project/flash-attention PR 176",
         shows=_FORWARD,
@@ -201,6 +211,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "values-cut-at-key-depth",
+        says="Output columns past the key depth are zero, though values are deeper.",
         kind="hdv.slice",
         reference="inferred from tokamax commit b41524a",
         shows="out",
@@ -209,6 +220,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-cut-at-value-depth",
+        says="dq is zero in columns past the value depth.",
         kind="bwd.hdv-extent",
         reference="native-sparse-attention-triton issue 27",
         shows="dq",
@@ -217,6 +229,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-columns-past-multiple-of-32-stale",
+        says="dq is zero in columns past the last whole multiple of 32.",
         kind="bwd.hd-nonmult32",
         reference="flash-attention PR 2896",
         shows="dq",
@@ -225,6 +238,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padded-depth-reads-next-head",
+        says="Depths that are no power of two are padded with the next head, not with zeros.",
         kind="hd.nonpow2-garbage",
         reference="jax commit 1aaec81f22, issue 27224",
         shows=_FORWARD,
@@ -233,6 +247,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "lanes-of-output-swapped",
+        says="Neighbouring output columns are swapped in the first 8 of every 16.",
         kind="elementwise.norm-match",
         reference="flash-attention PR 2553",
         shows="out",
@@ -240,6 +255,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "output-in-the-other-layout",
+        says="The output is written with heads before queries and read with queries before heads.",
         kind="layout.bhtd-vs-bthd",
         reference="jax issue 35916; ejkernel commit c6cee8e",
         shows="out",
