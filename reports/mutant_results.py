@@ -19,7 +19,7 @@ class MutantOutcome:
     """What became of one wrong function.
 
     Attributes:
-      name: its name, which says what is wrong.
+      name: its name.
       family: the feature or code that it is wrong in.
       reference: the public report or change in which a real project had the bug.
       state: `caught`, `passed` (the suite is green with it), `unseen` (it gives what correct attention gives on all
@@ -28,6 +28,7 @@ class MutantOutcome:
       call: the sizes and options of the call that could see it; empty if none can.
       case: the id of the smallest case that catches it; empty if none was looked for or found.
       seconds: how long the suite ran with it.
+      sentence: what it does wrong; the words of its name if none is given.
     """
 
     name: str
@@ -38,12 +39,11 @@ class MutantOutcome:
     call: str = ""
     case: str = ""
     seconds: float = 0.0
+    sentence: str = ""
 
-    @property
-    def sentence(self) -> str:
-        """What is wrong, in words."""
-        words = self.name.replace("-", " ")
-        return words[:1].upper() + words[1:]
+    def __post_init__(self) -> None:
+        if not self.sentence:
+            object.__setattr__(self, "sentence", self.name.replace("-", " ").capitalize())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -298,7 +298,7 @@ def _run_wrong(
 
 
 def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome:
-    return MutantOutcome(bug.name, bug.family, bug.reference, state, **more)  # type: ignore[arg-type]
+    return MutantOutcome(bug.name, bug.family, bug.reference, state, sentence=bug.says, **more)  # type: ignore[arg-type]
 
 
 def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:

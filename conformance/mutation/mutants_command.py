@@ -24,7 +24,7 @@ def run_mutants(arguments: argparse.Namespace) -> int:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     if arguments.list:
         for bug in mutant_list.MUTANTS:
-            console.print(f"{bug.family:<16} {bug.name}  ({bug.reference})")
+            console.print(f"{bug.family:<16} {bug.name}: {bug.says} ({bug.reference})")
         return 0
     command = arguments.suite[1:] if arguments.suite[:1] == ["--"] else arguments.suite
     if not arguments.replace or not command:

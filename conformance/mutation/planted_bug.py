@@ -37,6 +37,7 @@ class PlantedBug:
       build: function that builds the implementation with the bug.
       trigger: function that returns whether a case has the condition under which the bug shows. Such cases are judged
         first, which saves time and changes no result.
+      says: one sentence: what the kernel does wrong.
       unmeasurable: function that returns the reason why this machine cannot measure whether the checks see the bug, or
         None if it can.
     """
@@ -48,6 +49,7 @@ class PlantedBug:
     shows: tuple[str, ...]
     build: Callable[[], Implementation]
     trigger: Callable[[Case], bool] = _matches_any_case
+    says: str = ""
     unmeasurable: Callable[[], str | None] = _find_no_obstacle
 
     def __post_init__(self) -> None:

@@ -86,6 +86,7 @@ def _local_probabilities(z: jax.Array, lse: jax.Array, block: Block) -> jax.Arra
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="bwd-probabilities-of-one-block",
+        says="The backward pass normalises the probabilities within each key block, not by the saved logsumexp.",
         kind="ring.bwd-local-lse",
         reference="tt-metal PR 53216",
         shows=_ALL,
@@ -94,6 +95,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-probabilities-unguarded",
+        says="The backward pass computes -inf minus -inf in rows without keys or in padding, which gives NaN.",
         kind="bwd.mask-s-vs-p",
         reference="tokamax ddce6dc",
         shows=_ALL,
@@ -102,6 +104,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-probabilities-base-2",
+        says="The backward pass recomputes the probabilities with powers of 2, not of e.",
         kind="lse.base2-into-merge",
         reference="inferred from sglang#40903",
         shows=_ALL,
@@ -110,6 +113,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-recomputes-without-cap",
+        says="The backward pass recomputes the logits without the soft cap and leaves out its derivative.",
         kind="I.cap-no-bwd-recompute",
         reference="inferred from flash-attn PR 1033",
         shows=_ALL,
@@ -118,6 +122,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-recomputes-without-bias",
+        says="The backward pass recomputes the logits without the bias.",
         kind="dropout.bwd-wrong-p",
         reference="inferred from aws-neuron nki-samples PR 81",
         shows=(*_ALL, "dbias"),
@@ -126,6 +131,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-recomputes-without-mask",
+        says="The backward pass recomputes the probabilities without mask and segment ids.",
         kind="bwd.noncausal-masked",
         reference="inferred from triton#5660",
         shows=_ALL,
@@ -134,6 +140,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-always-causal",
+        says="A backward pass over key blocks adds a causal mask to whatever mask the call has.",
         kind="bwd.noncausal-masked",
         reference="triton#5660",
         shows=_ALL,
@@ -142,6 +149,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-causal-aligned-at-start",
+        says="With more keys than queries, the backward pass also hides every key past the query index.",
         kind="bwd.causal-square-align",
         reference="ffpa-attn PR 300",
         shows=_ALL,
@@ -150,6 +158,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-causal-aligned-at-end",
+        says="With more queries than keys, the backward pass also aligns a causal mask to the last key.",
         kind="causal.bottom-right",
         reference="inferred from mlx#2835",
         shows=_ALL,
@@ -160,6 +169,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-mask-of-first-batch-row",
+        says="The backward pass uses mask and segment ids of the first batch row for all batch rows.",
         kind="I.batch0-mask",
         reference="inferred from ejkernel 3ed3b1f",
         shows=_ALL,
@@ -168,6 +178,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-mask-of-first-head",
+        says="The backward pass uses the mask of the first head for all heads.",
         kind="I.head0-mask",
         reference="inferred from torch-xpu-ops#5090",
         shows=_ALL,
@@ -176,6 +187,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-cap-derivative-missing",
+        says="A backward pass over key blocks leaves out the derivative of the soft cap.",
         kind="cap.bwd-missing",
         reference="flash-attn PR 1033",
         shows=_DQ_DK,
@@ -184,6 +196,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-cap-derivative-of-uncapped",
+        says="The derivative of the soft cap is 1 - tanh(x)^2, not 1 - tanh(x / cap)^2.",
         kind="cap.bwd-sign",
         reference="inferred from flash-attn PR 1033",
         shows=_DQ_DK,
@@ -192,6 +205,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-cap-derivative-after-mask",
+        says="The derivative of the soft cap is taken at masked logits of -inf, which gives NaN.",
         kind="cap.dtanh-after-mask",
         reference="tokamax PR 1121",
         shows=_DQ_DK,
@@ -200,6 +214,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-keys-behind-mask-read",
+        says="The backward pass reads keys that no query may see, and NaN there reaches dq.",
         kind="softmax.where-nan-grad",
         reference="inferred from jax 11cf85deb0",
         shows=("dq",),
@@ -208,6 +223,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-values-behind-mask-read",
+        says="The backward pass reads values that no query may see, and NaN there reaches dq and dk.",
         kind="nan.masked-v",
         reference="inferred from jax 11cf85deb0",
         shows=_DQ_DK,

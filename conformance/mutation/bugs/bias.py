@@ -68,6 +68,7 @@ def _behind_mask_too(dx: Array, dz: Array, saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "bias-ignored-in-decode",
+        says="The bias is ignored if there is a single query.",
         kind="bias.dropped-by-path",
         reference="inferred from mlx issue 3452, where the path for one query drops an operand",
         shows=_FORWARD,
@@ -76,6 +77,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-subtracted",
+        says="The bias is subtracted from the logits, not added.",
         kind="alibi.sign",
         reference="attention-gym PR 86",
         shows=_FORWARD,
@@ -84,6 +86,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-before-scale",
+        says="The bias is added before the scale, so that it is scaled too.",
         kind="bias.order-of-ops",
         reference="HKUSTDial PR 199",
         shows=_FORWARD,
@@ -94,6 +97,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-read-in-operands-dtype",
+        says="The bias is rounded to the dtype of the queries before it is added.",
         kind="dbias.fp32-nan",
         reference="jax issue 32242",
         shows=_FORWARD,
@@ -102,6 +106,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-missing-in-tail",
+        says="Keys past the last whole block of 64 get no bias.",
         kind="alibi.boundary",
         reference="flash-attention PR 540",
         shows=_FORWARD,
@@ -110,6 +115,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-of-kv-head",
+        says="Each query head takes the bias at the index of its key/value head.",
         kind="perhead-bias-gqa",
         reference="inferred from torch-xpu-ops issue 5090",
         shows=_FORWARD,
@@ -118,6 +124,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-of-first-batch-row",
+        says="All batch rows use the bias of the first.",
         kind="bias.per-batch",
         reference="inferred from masks shared across the batch",
         shows=_FORWARD,
@@ -126,6 +133,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-transposed",
+        says="A square bias is read with queries and keys swapped.",
         kind="bias.transposed",
         reference="inferred from attention-gym PR 86, q - k for k - q",
         shows=_FORWARD,
@@ -134,6 +142,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "bias-without-gradient",
+        says="The bias is a constant for the backward pass, so that dbias is zero.",
         kind="dbias.none",
         reference="jax issue 27184",
         shows="dbias",
@@ -142,6 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dbias-averaged-over-broadcast-axes",
+        says="dbias is the mean over the axes along which the bias is broadcast, not the sum.",
         kind="dbias.broadcast",
         reference="inferred from HKUSTDial PR 199",
         shows="dbias",
@@ -150,6 +160,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dbias-summed-in-operands-dtype",
+        says="The sum of dbias over broadcast axes is rounded to the input dtype after every term.",
         kind="dbias.dtype",
         reference="tokamax commits 021710e, 04ed9b7",
         shows="dbias",
@@ -158,6 +169,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dbias-scaled",
+        says="dbias is multiplied by the softmax scale.",
         kind="dbias.scale",
         reference="inferred from flash-attention PR 2657",
         shows="dbias",
@@ -166,6 +178,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dbias-behind-the-mask",
+        says="Pairs behind the mask enter dbias with the probabilities they would have without it.",
         kind="bwd.mask-s-vs-p",
         reference="inferred from tokamax commits ddce6dc, 4f95d5f",
         shows="dbias",

@@ -121,6 +121,7 @@ def _in_key_blocks_of_empty(tiles: jax.Array, kinds: jax.Array, call: Call) -> j
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="block-mask-of-shrunk-grid-step",
+        says="Tiles take their mask by grid step, which counts visited tiles only, not by key block.",
         kind="mask.kvindex-shrunk",
         reference="jax f15f9717c3",
         shows=_SHOWS,
@@ -129,6 +130,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-map-loses-empty-query-tiles",
+        says="Query blocks without keys drop out of the block map, so later masks move up.",
         kind="mask.empty-row-info",
         reference="jax 55c9ed614c",
         shows=_SHOWS,
@@ -138,6 +140,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-map-without-partial-tiles-lost",
+        says="A mask made of whole tiles only is ignored: every tile counts as fully visible.",
         kind="mask.no-partial-blocks",
         reference="tokamax 620ac16",
         shows=_SHOWS,
@@ -146,6 +149,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-full-by-first-cell",
+        says="A tile counts as fully visible if its first query may see its first key.",
         kind="I.partial-as-full",
         reference="inferred from pytorch#182593",
         shows=_SHOWS,
@@ -154,6 +158,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-full-by-top-right-cell",
+        says="A tile counts as fully visible if its first query may see its last key.",
         kind="I.partial-as-full",
         reference="inferred from pytorch#182593",
         shows=_SHOWS,
@@ -162,6 +167,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-full-by-diagonal-cells",
+        says="A tile counts as fully visible if its top left and bottom right cells are visible.",
         kind="I.partial-as-full",
         reference="inferred from pytorch#182593",
         shows=_SHOWS,
@@ -170,6 +176,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-full-if-partial",
+        says="Partly masked tiles are computed without their mask.",
         kind="flex.default-blocksize",
         reference="bd3lms#23",
         shows=_SHOWS,
@@ -178,6 +185,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-empty-if-partial",
+        says="Partly masked tiles are skipped as if fully masked.",
         kind="I.full-as-partial-empty",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
@@ -186,6 +194,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-diagonal-skipped-by-floor",
+        says="The number of key blocks up to the diagonal is rounded down, not up.",
         kind="causal.ub-floor",
         reference="jax b8b9f2bc33",
         shows=_SHOWS,
@@ -194,6 +203,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-window-start-rounded-up",
+        says="The first key block of a window is rounded up, so a partly visible block is skipped.",
         kind="causal.ub-floor",
         reference="inferred from jax b8b9f2bc33",
         shows=_SHOWS,
@@ -202,6 +212,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-scan-stops-at-first-empty-tile",
+        says="The loop over key blocks ends at the first fully masked tile.",
         kind="bwd.init-loop-empty",
         reference="inferred from tokamax bc7a732",
         shows=_SHOWS,
@@ -210,6 +221,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-holes-attended",
+        says="Fully masked tiles between visible ones are computed without a mask.",
         kind="mask.no-partial-blocks",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
@@ -218,6 +230,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-first-tile-unmasked",
+        says="The first visible tile of each query block is computed without its mask.",
         kind="mask.dyngrid-pad0",
         reference="inferred from tokamax 9ddc1b0",
         shows=_SHOWS,
@@ -226,6 +239,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-corner-tile-skipped",
+        says="The tile of the first queries and the first keys is skipped.",
         kind="mask.dyngrid-pad0",
         reference="tokamax 9ddc1b0",
         shows=_SHOWS,
@@ -234,6 +248,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-map-of-first-batch-row",
+        says="The block map of the first batch row decides which tiles all batch rows visit.",
         kind="I.batch0-mask",
         reference="inferred from ejkernel 3ed3b1f",
         shows=_SHOWS,
@@ -242,6 +257,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-of-first-batch-row",
+        says="The block map and the tile masks of the first batch row serve all batch rows.",
         kind="I.batch0-mask",
         reference="inferred from ejkernel 3ed3b1f",
         shows=_SHOWS,
@@ -251,6 +267,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-map-of-first-head",
+        says="The block map of the first head decides which tiles all heads visit.",
         kind="I.head0-mask",
         reference="inferred from torch-xpu-ops#5090",
         shows=_SHOWS,
@@ -259,6 +276,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-of-group-leader",
+        says="All query heads of a group use the mask of its first head.",
         kind="perhead-mask-gqa",
         reference="torch-xpu-ops#5090",
         shows=_SHOWS,
@@ -268,6 +286,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-rows-in-key-blocks",
+        says="Query block i takes the mask of rows from 64 i on, not from 32 i on.",
         kind="bwd.blocksize-conflate",
         reference="inferred from jax b8b9f2bc33",
         shows=_SHOWS,
@@ -277,6 +296,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-columns-in-blocks",
+        says="Key block j takes the mask of columns from j on, not from 64 j on.",
         kind="I.causal-colid",
         reference="inferred from jax f132527792",
         shows=_SHOWS,
@@ -286,6 +306,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-wraps-at-512",
+        says="The mask offset of keys wraps at 512, so later keys use the first masks.",
         kind="int32.token-sharp",
         reference="inferred from fla#1080",
         shows=_SHOWS,
@@ -295,6 +316,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-visited-as-full-and-partial",
+        says="Partly masked tiles are visited twice, so that their weights count double.",
         kind="flex.full-partial-order",
         reference="inferred from pytorch#182593",
         shows=_SHOWS,
@@ -303,6 +325,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-empty-tiles-enter-unmasked",
+        says="Fully masked tiles are computed as if fully visible.",
         kind="ring.empty-block",
         reference="tokamax 657b71a",
         shows=_SHOWS,

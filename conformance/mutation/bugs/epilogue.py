@@ -75,6 +75,7 @@ def _logsumexp_zero(state: Running) -> jax.Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="total-of-rounded-weights",
+        says="The running denominator sums weights rounded to the input dtype.",
         kind="p.lowp-before-sum",
         reference="inferred from tokamax e98c877",
         shows=("logsumexp",),
@@ -83,6 +84,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="total-in-input-dtype",
+        says="The running denominator is rounded to the input dtype after every key block.",
         kind="precision.lowp-stats",
         reference="maxtext fbef426f5",
         shows=_OUT,
@@ -91,6 +93,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="total-misses-last-block",
+        says="The denominator leaves out the last of several key blocks.",
         kind="paged.floor-div",
         reference="inferred from maxtext 65e8bcff0",
         shows=_OUT,
@@ -99,6 +102,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="acc-restarts-in-every-block",
+        says="The output accumulator keeps the last key block only.",
         kind="I.alpha-missing",
         reference="inferred from TileOPs PR 1511",
         shows=("out",),
@@ -115,6 +119,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="acc-in-input-dtype",
+        says="The output accumulator is rounded to the input dtype after every key block.",
         kind="splitkv.partial-dtype",
         reference="flash-attn PR 2336",
         shows=("out",),
@@ -123,6 +128,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="out-truncated",
+        says="The bf16 output is truncated, not rounded to the nearest value.",
         kind="accum.biased-rounding",
         reference="inferred from flash-attn#2151",
         shows=("out",),
@@ -131,6 +137,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-logits-in-input-dtype",
+        says="The logits of each key block are rounded to the input dtype.",
         kind="precision.lowp-stats",
         reference="maxtext fbef426f5",
         shows=("out", "logsumexp", "max_logits"),
@@ -139,6 +146,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="weights-in-bf16",
+        says="Weights are rounded to bf16 before they multiply f32 values.",
         kind="dtype.bwd-inconsistent",
         reference="inferred from jax d5e5b42de8",
         shows=("out",),
@@ -147,6 +155,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="weights-base-2",
+        says="Weights and rescaling factors of key blocks are powers of 2, not of e.",
         kind="lse.base2-into-merge",
         reference="inferred from sglang#40903",
         shows=_OUT,
@@ -156,6 +165,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="weights-by-short-log2e",
+        says="The exponentials use exp2 with log2(e) rounded to 1.4427.",
         kind="softmax.exact-tie-input",
         reference="inferred from triton#5971",
         shows=_OUT,
@@ -165,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-logsumexp-without-pivot",
+        says="logsumexp is the logarithm of the running sum, without the running maximum.",
         kind="lse.local-max",
         reference="flash-attn#404",
         shows=("logsumexp",),
@@ -173,6 +184,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-logsumexp-zero-where-nothing-is-seen",
+        says="logsumexp of rows without keys is 0, not -inf.",
         kind="lse.masked-row",
         reference="inferred from tokamax 5f2912e",
         shows=("logsumexp",),
@@ -181,6 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-max-logits-of-last-block",
+        says="The returned maximum of the logits is that of the last key block.",
         kind="softmax.max-copy-paste",
         reference="inferred from pytorch PR 156379",
         shows=("max_logits",),
@@ -189,6 +202,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="epilogue-reciprocal-in-bf16",
+        says="The output is multiplied by a reciprocal of the denominator that is rounded to bf16.",
         kind="precision.lowp-stats",
         reference="inferred from maxtext fbef426f5",
         shows=("out",),
@@ -197,6 +211,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="epilogue-in-every-block",
+        says="The output is divided by the running denominator after every key block, not once at the end.",
         kind="I.l-vs-lse",
         reference="inferred from maxtext 211ec5efe",
         shows=("out",),
@@ -206,6 +221,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="epilogue-missing",
+        says="The output is never divided by the denominator.",
         kind="decode.unnormalised",
         reference="maxtext 211ec5efe",
         shows=("out",),
@@ -214,6 +230,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="epilogue-divides-without-guard",
+        says="Rows without keys divide zero by zero, so their output is NaN.",
         kind="decode.pad-sample-len0",
         reference="HabanaAI vllm-fork#318",
         shows=("out",),
@@ -222,6 +239,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="epilogue-not-cast",
+        says="The last step does not cast the accumulator, so 16-bit inputs give an f32 output.",
         kind="splitk.dtype",
         reference="tokamax 8a7432c",
         shows=("out",),

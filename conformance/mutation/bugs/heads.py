@@ -133,6 +133,7 @@ def _several_kv_heads(case: Case) -> bool:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "kv-heads-tiled",
+        says="Query head n reads key and value head n % K, not n // group size.",
         kind="gqa.tile-vs-repeat",
         reference="jax-js issue 180",
         shows=_FORWARD,
@@ -141,6 +142,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "value-heads-tiled",
+        says="Query head n reads value head n % K, but key head n // group size.",
         kind="gqa.tile-vs-repeat",
         reference="inferred from jax-js issue 180",
         shows="out",
@@ -149,6 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "group-rounded-to-power-of-two",
+        says="Key/value heads are looked up with a group size rounded up to a power of two.",
         kind="gqa.interleave-div",
         reference="inferred from native-sparse-attention-triton issue 27, wrong for ratios of one kind only",
         shows=_FORWARD,
@@ -157,6 +160,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dkv-of-interleaved-groups",
+        says="dk and dv are summed over query heads K apart, not over adjacent ones.",
         kind="gqa.interleave-div",
         reference="native-sparse-attention-triton issue 27",
         shows="dk dv",
@@ -165,6 +169,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dk-of-last-head-of-group",
+        says="dk is that of the last query head of a group, not the sum over the group.",
         kind="bwd.gqa-alias",
         reference="tokamax commits 701317b, 339f271; levanter issue 449",
         shows="dk",
@@ -173,6 +178,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dkv-averaged-over-group",
+        says="dk and dv are the mean over the query heads of a group, not their sum.",
         kind="gqa.mean",
         reference="inferred from levanter issue 449",
         shows="dk dv",
@@ -181,6 +187,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-kv-head",
+        says="Each query head takes the mask at the index of its key/value head.",
         kind="perhead-mask-gqa",
         reference="torch-xpu-ops issue 5090",
         shows=_FORWARD,
@@ -189,6 +196,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-first-head-for-all",
+        says="All heads use the mask of the first head.",
         kind="perhead-mask-first",
         reference="inferred from torch-xpu-ops issue 5090",
         shows=_FORWARD,
@@ -197,6 +205,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-batch-on-kv-heads",
+        says="A mask per batch row is applied per key/value head where the two counts agree.",
         kind="gqa.mask-broadcast-collision",
         reference="mlx-lm PR 1903",
         shows=_FORWARD,
@@ -205,6 +214,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "first-batch-row-read-in-decode",
+        says="With a single query, all batch rows read keys and values of the first.",
         kind="splitkv.batch-stride0",
         reference="vllm-project/flash-attention PR 176",
         shows=_FORWARD,
@@ -221,6 +231,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "values-cut-at-key-depth",
+        says="Output columns past the key depth are zero, though values are deeper.",
         kind="hdv.slice",
         reference="inferred from tokamax commit b41524a",
         shows="out",
@@ -229,6 +240,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-cut-at-value-depth",
+        says="dq is zero in columns past the value depth.",
         kind="bwd.hdv-extent",
         reference="native-sparse-attention-triton issue 27",
         shows="dq",
@@ -237,6 +249,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-columns-past-multiple-of-32-stale",
+        says="dq is zero in columns past the last whole multiple of 32.",
         kind="bwd.hd-nonmult32",
         reference="flash-attention PR 2896",
         shows="dq",
@@ -245,6 +258,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padded-depth-reads-next-head",
+        says="Depths that are no power of two are padded with the next head, not with zeros.",
         kind="hd.nonpow2-garbage",
         reference="jax commit 1aaec81f22, issue 27224",
         shows=_FORWARD,
@@ -253,6 +267,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "lanes-of-output-swapped",
+        says="Neighbouring output columns are swapped in the first 8 of every 16.",
         kind="elementwise.norm-match",
         reference="flash-attention PR 2553",
         shows="out",
@@ -260,6 +275,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "output-in-the-other-layout",
+        says="The output is written with heads before queries and read with queries before heads.",
         kind="layout.bhtd-vs-bthd",
         reference="jax issue 35916; ejkernel commit c6cee8e",
         shows="out",

@@ -81,6 +81,7 @@ def _unequal(case: Case) -> bool:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "causal-without-effect",
+        says="A causal mask has no effect on the logits.",
         kind="causal.noop",
         reference="jax issue 19237",
         shows=_FORWARD,
@@ -89,6 +90,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "causal-hides-own-position",
+        says="A causal mask also hides the key at the position of the query.",
         kind="causal.boundary",
         reference="inferred from MoBA issue 25, > for >=",
         shows=_FORWARD,
@@ -97,6 +99,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "causal-at-top-left",
+        says="The offset of a causal mask is ignored, so that it starts at the top left.",
         kind="causal.bottom-right",
         reference="cutlass issue 2336; pytorch issue 103082",
         shows=_FORWARD,
@@ -105,6 +108,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "causal-at-bottom-right",
+        says="A causal mask without an offset is aligned to the last key if the lengths differ.",
         kind="causal.bottom-right",
         reference="onnxruntime issue 29020; flash-attention issue 1778",
         shows=_FORWARD,
@@ -113,6 +117,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "causal-at-bottom-right-for-more-queries-than-keys",
+        says="With more queries than keys, a causal mask is aligned to the last key.",
         kind="causal.bottom-right",
         reference="mlx issues 2835, 2836, 2967",
         shows=_FORWARD,
@@ -121,6 +126,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "causal-drops-the-other-mask",
+        says="Of a causal mask and another one that must both hold, only the causal one is applied.",
         kind="mask.causal-and-bool",
         reference="tokamax commit 5de3e74",
         shows=_FORWARD,
@@ -129,6 +135,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padding-drops-causal",
+        says="Of a causal mask and another one that must both hold, only the other is applied.",
         kind="mask.padding-replaces-causal",
         reference="unsloth-zoo PR 963",
         shows=_FORWARD,
@@ -137,6 +144,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-always-causal",
+        says="The backward pass applies a causal mask even if the call has none.",
         kind="bwd.noncausal-masked",
         reference="triton issues 4174, 4541, 5660, 7216",
         shows=_GRADIENTS,
@@ -145,6 +153,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-causal-at-top-left",
+        says="The backward pass ignores the offset of a causal mask.",
         kind="bwd.causal-square-align",
         reference="ffpa-attn PR 300",
         shows=_GRADIENTS,
@@ -153,6 +162,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "full-becomes-causal",
+        says="A call without a mask is masked as causal.",
         kind="cp.full-gets-causal",
         reference="MaxText commit b4e047211",
         shows=_FORWARD,
@@ -161,6 +171,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "span-end-included",
+        says="Spans of bidirectional attention include the position of their end.",
         kind="mask.span-end",
         reference="inferred from vllm PR 47332, which masks image tokens",
         shows=_FORWARD,
@@ -169,6 +180,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "spans-ignored",
+        says="Bidirectional spans are ignored, so that only the causal mask remains.",
         kind="mask.span-ignored",
         reference="inferred from vllm PR 47332, which masks image tokens",
         shows=_FORWARD,
@@ -177,6 +189,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "union-taken-for-intersection",
+        says="The union of a causal mask and bidirectional spans is taken for their intersection.",
         kind="mask.causal-and-bool",
         reference="inferred from tokamax commit 5de3e74",
         shows=_FORWARD,
@@ -185,6 +198,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "balanced-order-ignored",
+        says="Queries in load-balanced order are masked as if in their natural order.",
         kind="cp.local-not-reordered",
         reference="MaxText commit 90b0395e1",
         shows=_FORWARD,
@@ -193,6 +207,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "balanced-with-half-the-chunks",
+        says="The load-balanced order of context parallelism is computed with half the chunks.",
         kind="cp.load-balance-pair",
         reference="inferred from MaxText commit b4e047211",
         shows=_FORWARD,
@@ -201,6 +216,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "lengths-include-one-key-more",
+        says="A batch row sees one key more than its length.",
         kind="lengths.boundary",
         reference="inferred from maskings written as arange <= length",
         shows=_FORWARD,
@@ -209,6 +225,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "length-of-first-row-for-all",
+        says="All batch rows use the key length of the first.",
         kind="mask.per-batch",
         reference="ejkernel commits 3ed3b1f, 549a408",
         shows=_FORWARD,
@@ -217,6 +234,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "mask-of-first-row-for-all",
+        says="All batch rows use the mask of the first.",
         kind="mask.per-batch",
         reference="inferred from masks shared across the batch",
         shows=_FORWARD,
@@ -225,6 +243,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "rows-after-an-empty-row-move-up",
+        says="Rows that see no key vanish from the mask, and later rows move up.",
         kind="mask.empty-row-info",
         reference="jax commit 55c9ed614c",
         shows=_FORWARD,
@@ -233,6 +252,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "last-rows-not-masked",
+        says="Query rows past the last whole multiple of 8 are not masked.",
         kind="pad.q8",
         reference="inferred from tokamax commits e1ab701, 2a6963a",
         shows=_FORWARD,
@@ -241,6 +261,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "keys-past-512-hidden",
+        says="All keys past the first 512 are masked.",
         kind="flex.blockmask-shorter",
         reference="attention-gym issues 31, 34",
         shows=_FORWARD,

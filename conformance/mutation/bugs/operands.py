@@ -46,6 +46,7 @@ def _no_gradient(dx: jax.Array, dz: jax.Array, block: Block) -> jax.Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="bwd-dsinks-zero",
+        says="A backward pass over key blocks returns zeros for dsinks.",
         kind="sink.no-grad",
         reference="flash-attn#1973",
         shows=("dsinks",),
@@ -54,6 +55,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-without-dlse",
+        says="A backward pass over key blocks computes dsinks without the cotangent of logsumexp.",
         kind="sink.dlse-term",
         reference="flash-attn PR 2706",
         shows=("dsinks",),
@@ -62,6 +64,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-of-first-batch-row",
+        says="A backward pass over key blocks sums dsinks over the first batch row only.",
         kind="sink.dsign",
         reference="inferred from flash-attn PR 2706",
         shows=("dsinks",),
@@ -70,6 +73,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-summed-over-heads",
+        says="A backward pass over key blocks gives every head the sum of dsinks over heads.",
         kind="sink.scalar",
         reference="inferred from sgl-kernel-xpu PR 254",
         shows=("dsinks",),
@@ -78,6 +82,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-terms-in-bf16",
+        says="The terms of dsinks are rounded to bf16 before they are summed.",
         kind="I.dsink-lowp",
         reference="inferred from the backward of tokamax",
         shows=("dsinks",),
@@ -86,6 +91,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dbias-of-first-batch-row",
+        says="dbias of a bias shared by the batch comes from the first batch row only.",
         kind="bias.order-of-ops",
         reference="HKUSTDial PR 199",
         shows=("dbias",),
@@ -94,6 +100,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dbias-scaled",
+        says="A backward pass over key blocks multiplies dbias by the softmax scale.",
         kind="bias.order-of-ops",
         reference="inferred from HKUSTDial PR 199",
         shows=("dbias",),
@@ -102,6 +109,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dbias-zero",
+        says="A backward pass over key blocks returns zeros for dbias.",
         kind="dbias.none",
         reference="inferred from flash-attn#1973",
         shows=("dbias",),

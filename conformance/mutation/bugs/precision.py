@@ -137,7 +137,7 @@ def in_tf32(name: str, *, read: Callable[[Array], Array] = _tf32, out: float = 1
     return dataclasses.replace(kernel, arithmetic=Arithmetic(products="tf32"))
 
 
-def _declared_tf32(name: str, shows: str, *, out: float = 1.0, dq: float = 1.0) -> PlantedBug:
+def _declared_tf32(name: str, shows: str, *, says: str, out: float = 1.0, dq: float = 1.0) -> PlantedBug:
     """A result of a kernel in tf32 that is off by more than tf32 explains."""
     return PlantedBug(
         name=name,
@@ -147,14 +147,26 @@ def _declared_tf32(name: str, shows: str, *, out: float = 1.0, dq: float = 1.0) 
         shows=tuple(shows.split()),
         build=lambda: in_tf32(name, out=out, dq=dq),
         trigger=_single,
+        says=says,
     )
 
 
 BUGS: tuple[PlantedBug, ...] = (
-    _declared_tf32("output-two-percent-too-large-in-tf32", "out", out=1.02),
-    _declared_tf32("dq-five-percent-too-large-in-tf32", "dq", dq=1.05),
+    _declared_tf32(
+        "output-two-percent-too-large-in-tf32",
+        "out",
+        says="A kernel that declares tf32 products returns an output two percent too large.",
+        out=1.02,
+    ),
+    _declared_tf32(
+        "dq-five-percent-too-large-in-tf32",
+        "dq",
+        says="A kernel that declares tf32 products returns a dq five percent too large.",
+        dq=1.05,
+    ),
     _bug(
         "second-product-in-tf32",
+        says="Probabilities and values of f32 are multiplied in tf32, which is not declared.",
         kind="tf32.dot",
         reference="inferred from triton_docs_tutorials issue 6",
         shows="out",
@@ -163,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-products-in-tf32",
+        says="The backward pass computes dq and dk of f32 inputs with tf32 products, which is not declared.",
         kind="tf32.dot",
         reference="triton_docs_tutorials issue 6",
         shows="dq dk dv",
@@ -174,6 +187,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logits-rounded-to-operands",
+        says="Scaled products of queries and keys are rounded to the input dtype.",
         kind="precision.lowp-stats",
         reference="MaxText commit fbef426f5",
         shows=_FORWARD,
@@ -182,6 +196,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "soft-cap-in-operands-dtype",
+        says="Logits after the soft cap are rounded to the input dtype.",
         kind="precision.lowp-stats",
         reference="inferred from MaxText commit fbef426f5",
         shows=_FORWARD,
@@ -190,6 +205,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "weights-rounded-to-operands",
+        says="Logits minus their maximum are rounded to the input dtype before the exponential.",
         kind="precision.lowp-stats",
         reference="inferred from MaxText commit fbef426f5",
         shows="out logsumexp",
@@ -198,6 +214,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "denominator-rounded-to-operands",
+        says="The denominator is rounded to the input dtype.",
         kind="precision.lowp-stats",
         reference="MaxText commit fbef426f5",
         shows="out logsumexp",
@@ -206,6 +223,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "denominator-sums-rounded-weights",
+        says="The denominator is a sum of weights that were rounded to the input dtype.",
         kind="p.lowp-before-sum",
         reference="inferred from flash-attention issue 2322",
         shows="out logsumexp",
@@ -214,6 +232,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "probabilities-rounded-to-bf16",
+        says="Probabilities are rounded to bf16 before they multiply values of another dtype.",
         kind="p.lowp-before-sum",
         reference="inferred from jax commit 2cdd9b7dd9",
         shows="out",
@@ -222,6 +241,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "unnormalised-weights-in-f16-denominator-in-f32",
+        says="Weights are rounded to f16 before the division, but the denominator sums them in f32.",
         kind="softmax.fp16-weights",
         reference="inferred from triton issue 5971",
         shows="out dv",
@@ -232,6 +252,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "output-accumulated-in-operands-dtype",
+        says="The output accumulator is rounded to the input dtype after every 64 keys.",
         kind="splitkv.partial-dtype",
         reference="flash-attention PR 2336",
         shows="out",
@@ -240,6 +261,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "output-in-f32",
+        says="The output is returned in f32 for 16-bit inputs.",
         kind="splitk.dtype",
         reference="tokamax commit 8a7432c",
         shows="out",
@@ -248,6 +270,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dx-rounded-to-bf16",
+        says="dq and dk of f32 inputs are computed from a gradient of the logits rounded to bf16.",
         kind="dtype.bwd-inconsistent",
         reference="jax commit d5e5b42de8, issue 24047",
         shows="dq dk",
@@ -256,6 +279,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dz-rounded-to-operands",
+        says="The gradient of capped logits is rounded to the input dtype before the cap derivative.",
         kind="ds.cast",
         reference="inferred from tokamax commit 021710e",
         shows="dq dk dbias",
@@ -264,6 +288,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "group-summed-in-operands-dtype",
+        says="dk and dv are summed over the query heads of a group in the input dtype.",
         kind="dtype.gqa-repeat-bwd",
         reference="tokamax commit e98c877",
         shows="dk dv",
@@ -272,6 +297,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-accumulated-in-operands-dtype",
+        says="dq is rounded to the input dtype after every 64 keys.",
         kind="ds.cast",
         reference="inferred from flash-attention PR 2336",
         shows="dq",
@@ -280,6 +306,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "d-rounded-to-bf16",
+        says="Delta, the row sum of p * dp, is rounded to bf16.",
         kind="delta.lowp",
         reference="inferred from arXiv 2510.04212",
         shows="dq dk",
@@ -288,6 +315,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-rounded-for-backward",
+        says="The backward pass reads logsumexp rounded to the input dtype.",
         kind="precision.lowp-stats",
         reference="inferred from jax commit 178e622ef1",
         shows="dq dk dv",
@@ -296,6 +324,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "small-probabilities-skipped-in-backward",
+        says="The backward pass takes probabilities below 0.0001 for zero.",
         kind="bwd.real-activations",
         reference="inferred from TransformerEngine issue 3216, a backward pass that depends on values",
         shows="dq dk dv",

@@ -77,6 +77,7 @@ def _with_sink(top: Array, call: Call) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "residuals-swapped",
+        says="logsumexp and max_logits are returned in swapped order.",
         kind="residual.unpack",
         reference="jax commit 4931774548",
         shows="logsumexp max_logits",
@@ -84,6 +85,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-in-base-two",
+        says="logsumexp is returned in base 2, not in base e.",
         kind="lse.log2-returned",
         reference="pytorch issue 181645",
         shows="logsumexp",
@@ -91,6 +93,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-converted-twice",
+        says="logsumexp is multiplied by ln(2), as if it were in base 2.",
         kind="lse.base2-into-merge",
         reference="attention-gym PRs 205, 207",
         shows="logsumexp",
@@ -98,6 +101,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-relative-to-maximum",
+        says="logsumexp is relative to the row maximum, which is not added.",
         kind="lse.local-max",
         reference="flash-attention issue 404",
         shows="logsumexp",
@@ -105,6 +109,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-zero-unless-differentiated",
+        says="logsumexp is zero unless the call is differentiated.",
         kind="lse.zeros",
         reference="attention-gym issue 37",
         shows="logsumexp",
@@ -113,6 +118,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-in-operands-dtype",
+        says="logsumexp is rounded to the input dtype before it is returned.",
         kind="residual.dtype",
         reference="jax commit 178e622ef1",
         shows="logsumexp",
@@ -121,6 +127,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-of-packed-rows",
+        says="logsumexp is written with the axes of groups and key/value heads swapped.",
         kind="splitkv.lse-layout",
         reference="inferred from vllm-project/flash-attention PR 87",
         shows="logsumexp",
@@ -129,6 +136,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-rows-first",
+        says="logsumexp is written with queries before heads and read with heads before queries.",
         kind="splitkv.lse-layout",
         reference="inferred from vllm-project/flash-attention PR 87",
         shows="logsumexp",
@@ -137,6 +145,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-of-first-batch-row",
+        says="All batch rows return the logsumexp of the first.",
         kind="splitkv.batch-stride0",
         reference="vllm-project/flash-attention PR 176",
         shows="logsumexp",
@@ -145,6 +154,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-of-empty-rows-finite",
+        says="logsumexp of rows without keys is -2e38, not -inf.",
         kind="lse.masked-row",
         reference="inferred from tokamax commit 5f2912e",
         shows="logsumexp",
@@ -153,6 +163,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cotangent-of-logsumexp-dropped",
+        says="The backward pass ignores the cotangent of the returned logsumexp.",
         kind="cotangent.dstats-drop",
         reference="tokamax commit 62aeeb2",
         shows="dq dk",
@@ -161,6 +172,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cotangent-of-logsumexp-sign",
+        says="The cotangent of logsumexp enters with the wrong sign.",
         kind="cotangent.dstats-sign",
         reference="inferred from tokamax commit 62aeeb2",
         shows="dq dk",
@@ -169,6 +181,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cotangent-of-logsumexp-in-base-two",
+        says="The cotangent of logsumexp is multiplied by ln(2).",
         kind="cotangent.dstats-base2",
         reference="inferred from pytorch issue 181645",
         shows="dq dk",
@@ -177,6 +190,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-before-cap",
+        says="max_logits is taken before the soft cap.",
         kind="max.pre-cap",
         reference="inferred from MaxText, which states that the maximum is taken after soft cap and mask",
         shows="max_logits",
@@ -185,6 +199,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-before-mask",
+        says="max_logits is taken before the mask, over masked keys too.",
         kind="max.pre-mask",
         reference="inferred from MaxText, which states that the maximum is taken after soft cap and mask",
         shows="max_logits",
@@ -193,6 +208,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-without-bias",
+        says="max_logits is taken from logits without the bias.",
         kind="max.pre-bias",
         reference="inferred from MaxText, which states at what step the maximum is taken",
         shows="max_logits",
@@ -201,6 +217,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-in-base-two",
+        says="max_logits is returned in base 2: it is divided by ln(2).",
         kind="max.scaled",
         reference="inferred from tokamax commit aac610a",
         shows="max_logits",
@@ -208,6 +225,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-with-sink",
+        says="max_logits is the sink if that is larger than the logits.",
         kind="max.sink",
         reference="inferred from kernels that keep the sink in the running maximum",
         shows="max_logits",
@@ -216,6 +234,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "max-logits-in-operands-dtype",
+        says="max_logits is rounded to the input dtype.",
         kind="residual.dtype",
         reference="inferred from jax commit 178e622ef1",
         shows="max_logits",

@@ -37,6 +37,7 @@ def _usual_scale_in_backward(dx: Array, saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "scale-dropped",
+        says="The products of queries and keys are not scaled.",
         kind="scale.dropped",
         reference="jax commit 916e53a8a2",
         shows=_FORWARD,
@@ -44,6 +45,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "scale-applied-twice",
+        says="The scale is applied to the logits twice.",
         kind="scale.twice",
         reference="MaxText commits 9c2cc66ce, 1f86bc030",
         shows=_FORWARD,
@@ -51,6 +53,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "custom-scale-ignored",
+        says="A scale given by the caller is ignored in favour of 1 / sqrt(depth).",
         kind="scale.default-vs-custom",
         reference="gemma-triton-flash-attn issue 6; Megatron-LM PR 848",
         shows=_FORWARD,
@@ -59,6 +62,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "custom-scale-ignored-in-backward",
+        says="dq and dk use 1 / sqrt(depth), not the scale of the call.",
         kind="scale.none-in-bwd",
         reference="flash-attention PR 2657",
         shows="dq dk",
@@ -67,6 +71,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "custom-scale-on-top-of-usual-scale",
+        says="A scale given by the caller is applied on top of 1 / sqrt(depth).",
         kind="scale.twice",
         reference="jax commit 916e53a8a2",
         shows=_FORWARD,
@@ -75,6 +80,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "scale-divides",
+        says="The logits are divided by the scale, not multiplied.",
         kind="scale.reversed",
         reference="MaxText issue 1370, commit f1498e186",
         shows=_FORWARD,
@@ -83,6 +89,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "scale-after-softmax",
+        says="The scale multiplies the output, not the logits.",
         kind="scale.softmax-after",
         reference="FSZ ViT issue 2",
         shows=_FORWARD,
@@ -93,6 +100,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "ln2-for-log2e",
+        says="The softmax in base 2 multiplies the logits by ln(2), not by log2(e).",
         kind="scale.const-branch",
         reference="ejkernel commit aaa9cbe",
         shows=_FORWARD,
@@ -100,6 +108,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "scale-from-padded-depth",
+        says="The default scale is computed from the depth rounded up to a multiple of 32.",
         kind="scale.default-vs-custom",
         reference="inferred from flash-attention PR 2896, where a depth is padded",
         shows=_FORWARD,
@@ -110,6 +119,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "scaled-queries-rounded",
+        says="Queries are scaled before the product and rounded to the input dtype again.",
         kind="scale.dropped",
         reference="inferred from jax commit 916e53a8a2, which scales q before the product",
         shows=_FORWARD,
@@ -118,6 +128,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dk-scaled-twice",
+        says="The scale is applied to dk twice.",
         kind="scale.dk",
         reference="inferred from flash-attention PR 2657",
         shows="dk",
@@ -126,6 +137,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dq-scaled-twice",
+        says="The scale is applied to dq twice.",
         kind="scale.dq-twice",
         reference="inferred from MaxText commit 9c2cc66ce",
         shows="dq",

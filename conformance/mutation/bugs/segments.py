@@ -60,6 +60,7 @@ def _p_without_segments(saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "segments-ignored",
+        says="Segment ids are ignored, so that queries see keys of other segments.",
         kind="mask.ignored-attnmask",
         reference="LLM-Workshop issue 1; maxdiffusion PR 236",
         shows=_FORWARD,
@@ -68,6 +69,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-clamped-to-one",
+        says="Segment ids above 1 are taken for 1, so later segments see each other.",
         kind="packing.ignored-when-mask",
         reference="open-instruct issue 669",
         shows=_FORWARD,
@@ -76,6 +78,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-of-q-for-kv",
+        says="Keys are given the segment ids of the queries.",
         kind="seg.q-used-for-kv",
         reference="MaxText commit 48da5ee09",
         shows=_FORWARD,
@@ -84,6 +87,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-of-kv-for-q",
+        says="Queries are given the segment ids of the keys.",
         kind="seg.swap",
         reference="inferred from MaxText commit 48da5ee09",
         shows=_FORWARD,
@@ -92,6 +96,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-compared-by-order",
+        says="A query sees all segments with an id up to its own.",
         kind="seg.le",
         reference="inferred from packing with ever growing ids",
         shows=_FORWARD,
@@ -102,6 +107,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-of-first-row-for-all",
+        says="All batch rows use the segment ids of the first.",
         kind="mask.per-batch",
         reference="inferred from masks shared across the batch",
         shows=_FORWARD,
@@ -110,6 +116,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "segments-start-one-late",
+        says="Segments of keys begin one key too late.",
         kind="packing.pos-min",
         reference="inferred from transformers PR 47525, where boundaries are missed",
         shows=_FORWARD,
@@ -118,6 +125,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padding-attends-to-padding",
+        says="All negative segment ids match each other, so padding sees padding.",
         kind="seg.padding-ids",
         reference="ejkernel commit e99bc5a",
         shows=_FORWARD,
@@ -126,6 +134,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "padding-attends-to-everything",
+        says="Queries with a negative segment id (padding) see keys of all segments.",
         kind="seg.pad-wildcard",
         reference="inferred from ejkernel commit e99bc5a",
         shows=_FORWARD,
@@ -134,6 +143,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-ignores-segments",
+        says="The backward pass ignores the segment ids.",
         kind="te.thd-bwd",
         reference="inferred from TransformerEngine issue 3333",
         shows="dq dk dv",

@@ -67,6 +67,7 @@ def _transposed(heads: Array, call: Call) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "sinks-ignored",
+        says="The sinks enter neither the denominator nor the maximum.",
         kind="sink.dead-code",
         reference="vllm-metal issue 212, PR 550",
         shows=_FORWARD,
@@ -75,6 +76,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-ignored-in-decode",
+        says="The sinks are ignored if there is a single query.",
         kind="sink.s1-vs-sN",
         reference="mlx issue 3452",
         shows=_FORWARD,
@@ -83,6 +85,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-in-maximum-only",
+        says="The sinks enter the maximum but not the denominator.",
         kind="sink.max-only",
         reference="inferred from vllm-metal PR 550",
         shows=_FORWARD,
@@ -91,6 +94,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-not-in-pivot",
+        says="The maximum leaves out the sinks, so that a large sink overflows.",
         kind="sink.pivot-overflow",
         reference="fla PR 831, review",
         shows=_FORWARD,
@@ -99,6 +103,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-in-base-e-logits-in-base-two",
+        says="Sinks enter the base-2 softmax without the factor log2(e).",
         kind="sinks.base2-scale",
         reference="tokamax commit aac610a",
         shows=_FORWARD,
@@ -107,6 +112,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-capped",
+        says="The soft cap is applied to the sinks too.",
         kind="sink.seed-scale-cap",
         reference="rocm-libraries PR 12229",
         shows=_FORWARD,
@@ -115,6 +121,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-by-kv-head",
+        says="Each query head takes the sink at the index of its key/value head.",
         kind="sink.packgqa-row",
         reference="sgl-kernel-xpu PR 254",
         shows=_FORWARD,
@@ -123,6 +130,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-of-transposed-group",
+        says="Sinks are read with the axes of groups and key/value heads swapped.",
         kind="sink.packgqa-row",
         reference="inferred from sgl-kernel-xpu PR 254",
         shows=_FORWARD,
@@ -131,6 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "first-sink-for-all-heads",
+        says="All heads use the sink of the first head.",
         kind="sink.scalar",
         reference="inferred from sgl-kernel-xpu PR 254",
         shows=_FORWARD,
@@ -139,6 +148,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-rounded-to-operands",
+        says="The sinks are rounded to the input dtype.",
         kind="sink.lowp",
         reference="inferred from jax splash attention, whose sink gradient is rounded to the output's dtype",
         shows=_FORWARD,
@@ -147,6 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-without-sinks",
+        says="The returned logsumexp leaves out the sinks.",
         kind="sink.lse-excluded",
         reference="inferred from flash-attention PR 2706",
         shows="logsumexp",
@@ -155,6 +166,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-lost-from-logsumexp-of-empty-rows",
+        says="logsumexp of rows without keys is -inf, though they have a sink.",
         kind="sink.empty-kv-lse",
         reference="flash-attention PR 2706",
         shows="logsumexp",
@@ -163,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "sinks-without-gradient",
+        says="The sinks are a constant for the backward pass, so that dsinks is zero.",
         kind="sink.no-grad",
         reference="flash-attention issues 1895, 1973, 2102, PR 2706",
         shows="dsinks",
@@ -171,6 +184,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dsinks-without-dlse",
+        says="dsinks leaves out what the cotangent of logsumexp adds.",
         kind="sink.dlse-term",
         reference="flash-attention PR 2706, review",
         shows="dsinks",
@@ -179,6 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dsinks-without-dlse-of-empty-rows",
+        says="Rows without keys add nothing to dsinks, though logsumexp may have a cotangent there.",
         kind="sink.dlse-term",
         reference="inferred from flash-attention PR 2706",
         shows="dsinks",
@@ -189,6 +204,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dsinks-of-first-batch-row",
+        says="dsinks is the sum over the first batch row only.",
         kind="sink.dsign",
         reference="inferred from flash-attention PR 2706",
         shows="dsinks",
@@ -197,6 +213,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dsinks-summed-over-heads",
+        says="Every head gets the sum of dsinks over all heads.",
         kind="sink.scalar",
         reference="inferred from sgl-kernel-xpu PR 254",
         shows="dsinks",
@@ -207,6 +224,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "probabilities-recomputed-without-sinks",
+        says="The backward pass normalises the probabilities over keys only, without the sinks.",
         kind="sink.lse-excluded",
         reference="inferred from flash-attention PR 2706",
         shows="dq dk dv",

@@ -64,6 +64,7 @@ def _uncapped(saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "cap-ignored",
+        says="The soft cap is not applied to the logits.",
         kind="cap.dropped-by-backend",
         reference="sgl-kernel-xpu PR 491; vllm-metal issue 665; mistral.rs PR 1930",
         shows=_FORWARD,
@@ -72,6 +73,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-ignored-where-nobody-differentiates",
+        says="The soft cap is ignored unless the call is differentiated.",
         kind="cap.not-passed",
         reference="MaxText commit a56309f6f",
         shows=_FORWARD,
@@ -81,6 +83,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-not-multiplied-back",
+        says="The soft cap is tanh(x / cap), without the factor cap in front.",
         kind="cap.formula-mult",
         reference="inferred from flash-attention PR 2402",
         shows=_FORWARD,
@@ -89,6 +92,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-after-mask",
+        says="The soft cap is applied after the mask, so masked keys get a logit of -cap.",
         kind="cap.order-mask",
         reference="MaxText commit a56309f6f",
         shows=_FORWARD,
@@ -100,6 +104,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-before-bias",
+        says="The soft cap is applied before the bias is added.",
         kind="bias.order-of-ops",
         reference="inferred from HKUSTDial PR 199",
         shows=_FORWARD,
@@ -111,6 +116,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-before-scale",
+        says="The soft cap is applied before the scale.",
         kind="cap.on-unscaled",
         reference="inferred from cap and scale applied in the wrong order",
         shows=_FORWARD,
@@ -119,6 +125,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-on-base-two-logits",
+        says="The soft cap is applied to logits that were converted to base 2 already.",
         kind="cap.log2-fold",
         reference="sgl-kernel-xpu PR 491",
         shows=_FORWARD,
@@ -127,6 +134,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-derivative-missing",
+        says="Gradients pass through the soft cap as if it were not there.",
         kind="cap.bwd-missing",
         reference="flash-attention PR 1033; tokamax PR 1121",
         shows="dq dk dbias",
@@ -135,6 +143,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-derivative-at-capped-logit",
+        says="The derivative of the soft cap is taken at tanh(x / cap), not at x / cap.",
         kind="cap.bwd-sign",
         reference="inferred from tokamax PR 1121",
         shows="dq dk dbias",
@@ -143,6 +152,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-derivative-from-masked-logits",
+        says="The backward pass takes 1 - (z / cap)^2 at masked z of -inf, which gives NaN.",
         kind="cap.dtanh-after-mask",
         reference="tokamax PR 1121",
         shows="dq dk dbias",
@@ -151,6 +161,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "cap-derivative-from-stored-probabilities",
+        says="The derivative of the soft cap uses logits recovered from probabilities in the input dtype.",
         kind="cap.dtanh-log-recover",
         reference="flash-attention PR 1033, review",
         shows="dq dk dbias",
@@ -159,6 +170,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "probabilities-recomputed-without-cap",
+        says="The backward pass recomputes the probabilities from logits without the soft cap.",
         kind="cap.no-bwd-recompute",
         reference="inferred from flash-attention PR 1033",
         shows="dq dk dv dbias",

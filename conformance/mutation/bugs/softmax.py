@@ -44,6 +44,7 @@ def _d(saved: Saved) -> Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "pivot-constant",
+        says="The softmax subtracts the constant 10, not the row maximum.",
         kind="softmax.dummy-max",
         reference="HabanaAI/vllm-fork issue 275",
         shows="out logsumexp dq dk dv",
@@ -52,6 +53,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "pivot-of-first-row",
+        says="All rows of a head subtract the maximum of its first row.",
         kind="softmax.max-copy-paste",
         reference="pytorch PR 156379",
         shows="out logsumexp dq dk dv",
@@ -60,6 +62,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "weights-in-base-two",
+        says="The softmax weights are powers of 2, not of e.",
         kind="lse.log2-returned",
         reference="inferred from pytorch issue 181645",
         shows="out logsumexp",
@@ -67,6 +70,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "dv-from-unnormalised-weights",
+        says="dv is computed from weights that are not divided by the denominator.",
         kind="dv.unnormalised",
         reference="inferred from flash-attention backward passes that recompute weights",
         shows="dv",
@@ -75,6 +79,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "d-missing",
+        says="The backward pass leaves out delta, the row sum of out * dout.",
         kind="delta.missing",
         reference="inferred from the derivative of exp taken for that of softmax",
         shows="dq dk dbias",
@@ -83,6 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "d-of-first-head",
+        says="All heads use the delta (row sum of out * dout) of the first.",
         kind="delta.wrong-head",
         reference="inferred from fla issue 1115, an offset without the head",
         shows="dq dk",
@@ -91,6 +97,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "d-of-first-batch-row",
+        says="The row sum of out * dout in the first batch row is subtracted in all batch rows.",
         kind="delta.wrong-head",
         reference="inferred from flash-attention PR 1500, an offset that overflows",
         shows="dq dk",
@@ -99,6 +106,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "d-with-sink-counted-as-key",
+        says="Delta is divided by the weight of the keys, as if the sink had none.",
         kind="delta.sink",
         reference="inferred from flash-attention PR 2706",
         shows="dq dk",

@@ -112,6 +112,7 @@ def _whole_lanes(x: jax.Array) -> jax.Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="bwd-dq-scale-missing",
+        says="dq is not multiplied by the scale.",
         kind="I.dk-scale",
         reference="inferred from flash-attn PR 2657",
         shows=("dq",),
@@ -120,6 +121,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-scale-twice",
+        says="A backward pass over key blocks multiplies dq by the scale twice.",
         kind="scale.dq-twice",
         reference="inferred from jax 916e53a8a2",
         shows=("dq",),
@@ -128,6 +130,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dk-scale-missing",
+        says="dk is not multiplied by the scale.",
         kind="bwd.sm120-scale-none",
         reference="flash-attn PR 2657",
         shows=("dk",),
@@ -136,6 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-of-last-block-only",
+        says="dq keeps the part of the last key block only.",
         kind="bwd.dq-steps",
         reference="inferred from tokamax 602c79a",
         shows=("dq",),
@@ -144,6 +148,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-partial-sums-lost",
+        says="dq is summed over the first three key blocks only.",
         kind="bwd.dq-steps",
         reference="tokamax 602c79a",
         shows=("dq",),
@@ -152,6 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-without-diagonal-tiles",
+        says="dq leaves out partly masked tiles past a diagonal bound that is rounded down.",
         kind="causal.ub-floor",
         reference="jax b8b9f2bc33",
         shows=("dq",),
@@ -160,6 +166,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-in-input-dtype",
+        says="The sum of dq over key blocks is rounded to the input dtype after each block.",
         kind="cp.bf16-partials",
         reference="inferred from ring-flash-attention#42",
         shows=("dq",),
@@ -168,6 +175,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-of-empty-tiles-unwritten",
+        says="dq of query tiles without keys is never written.",
         kind="bwd.init-loop-empty",
         reference="tokamax d318ef7",
         shows=("dq",),
@@ -176,6 +184,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-past-whole-lanes-stale",
+        says="A backward pass over key blocks leaves columns of dq past a multiple of 32 at zero.",
         kind="bwd.hd-nonmult32",
         reference="flash-attn PR 2896",
         shows=("dq",),
@@ -184,6 +193,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dp-by-key-depth",
+        says="The product of dout and values stops at the key depth, though values are deeper.",
         kind="bwd.hdv-extent",
         reference="native-sparse-attention-triton#27",
         shows=("dq", "dk"),
@@ -192,6 +202,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dv-unnormalised",
+        says="A backward pass over key blocks computes dv from weights relative to the block maximum.",
         kind="I.dv-unnormalised",
         reference="inferred from maxtext 211ec5efe",
         shows=("dv",),
@@ -200,6 +211,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-group-first-head-twice",
+        says="The first query head of a group enters dk and dv twice.",
         kind="bwd.gqa-alias",
         reference="tokamax 339f271",
         shows=("dk", "dv"),
@@ -208,6 +220,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-group-mean",
+        says="A backward pass over key blocks averages dk and dv over the group, where it must sum.",
         kind="gqa.mean",
         reference="inferred from levanter#449",
         shows=("dk", "dv"),
@@ -216,6 +229,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-group-interleaved-cotangent",
+        says="The backward pass reads dout with the axes of groups and key/value heads swapped.",
         kind="gqa.interleave-div",
         reference="native-sparse-attention-triton#27",
         shows=("dq", "dk", "dv"),
@@ -224,6 +238,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dkv-of-last-query-tile-only",
+        says="dk and dv are summed over the last query tile only.",
         kind="I.gqa-last-only",
         reference="inferred from tokamax 701317b",
         shows=("dk", "dv"),
@@ -233,6 +248,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dkv-loop-starts-at-diagonal",
+        says="The loop of dk and dv over queries starts at the diagonal, whatever the mask is.",
         kind="bwd.causal-square-align",
         reference="ffpa-attn PR 300",
         shows=("dk", "dv"),
@@ -242,6 +258,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dkv-of-unvisited-block-nan",
+        says="dk and dv of key blocks that no query visits are never written.",
         kind="bwd.empty-kv-tile",
         reference="tokamax 21fcf2b",
         shows=("dk", "dv"),
@@ -250,6 +267,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dkv-past-512-lost",
+        says="dk and dv of keys from 512 on are lost and stay zero.",
         kind="int32.batch",
         reference="inferred from flash-attn PR 1500",
         shows=("dk", "dv"),
@@ -258,6 +276,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dkv-tail-unwritten",
+        says="dk and dv are zero past the last whole block of 64 keys.",
         kind="varlen.trailing-uninit",
         reference="inferred from pytorch#176793",
         shows=("dk", "dv"),
@@ -266,6 +285,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dv-tail-bleeds-into-next-head",
+        says="The padding of one head of dv overwrites the first keys of the next head with zeros.",
         kind="bwd.offset-nonpow2",
         reference="FlagGems PR 898",
         shows=("dv",),

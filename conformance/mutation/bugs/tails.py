@@ -86,6 +86,7 @@ def _without_logsumexp(outputs: Outputs) -> Outputs:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="tail-keys-attended",
+        says="Padding after the last key takes part in the softmax.",
         kind="len.nonmultiple-gpu",
         reference="jax#27224",
         shows=_SHOWS,
@@ -94,6 +95,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-one-key-too-many",
+        says="One padded key after the last key takes part in the softmax.",
         kind="I.ragged-mask-le",
         reference="inferred from maxtext 65e8bcff0",
         shows=_SHOWS,
@@ -102,6 +104,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-one-key-too-few",
+        says="The last key is masked for all queries.",
         kind="I.ragged-mask-le",
         reference="inferred from maxtext 65e8bcff0",
         shows=_SHOWS,
@@ -110,6 +113,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-last-row-masked",
+        says="The last query sees no key at all.",
         kind="pad.q8",
         reference="inferred from tokamax e1ab701",
         shows=_SHOWS,
@@ -118,6 +122,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-bounds-skipped-in-full-tiles",
+        says="Tiles that the mask leaves whole are not cut at the last key, so padding takes part.",
         kind="kend.split-k-rank",
         reference="inferred from tokamax f896356",
         shows=_SHOWS,
@@ -126,6 +131,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-count-from-query-length",
+        says="The number of key blocks is computed from the query length.",
         kind="len.q-ne-kv",
         reference="jax bd9a10e4eb",
         shows=_SHOWS,
@@ -134,6 +140,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-count-floored",
+        says="The number of key blocks is rounded down, so the last keys are skipped.",
         kind="paged.floor-div",
         reference="maxtext 65e8bcff0",
         shows=_SHOWS,
@@ -142,6 +149,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-count-short-on-whole-blocks",
+        says="The last key block is skipped, unless it is the only one.",
         kind="I.ragged-last-block",
         reference="inferred from maxtext 65e8bcff0",
         shows=_SHOWS,
@@ -150,6 +158,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-count-misses-tail-of-one-key",
+        says="A last key block with a single key is skipped.",
         kind="I.ragged-last-block",
         reference="inferred from maxtext 65e8bcff0",
         shows=_SHOWS,
@@ -158,6 +167,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-start-clamped-for-bias",
+        says="The last block of the bias starts early to end with the array, which shifts its columns.",
         kind="alibi.boundary",
         reference="inferred from flash-attn PR 540",
         shows=("out", "out_with_residuals", "logsumexp", "max_logits", "dbias"),
@@ -166,6 +176,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-overlap-counted-twice",
+        says="The last key block starts early to end with the array, so overlapping keys count twice.",
         kind="len.nonmultiple-gpu",
         reference="inferred from jax#27224",
         shows=_SHOWS,
@@ -177,6 +188,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-values-stale-in-last-block",
+        says="The last key block reads the values of the block before.",
         kind="race.dma-sem",
         reference="inferred from jax 0e690c1a88",
         shows=("out", "out_with_residuals"),
@@ -185,6 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-offset-wraps-at-512",
+        says="Offsets of keys and values wrap at 512, so later blocks read the first ones.",
         kind="int32.token-sharp",
         reference="inferred from fla#1080",
         shows=_SHOWS,
@@ -194,6 +207,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-boundary-key-left-out",
+        says="The first key of every block but the first is left out.",
         kind="I.chunk-boundary",
         reference="inferred from maxtext 8f82f2d02",
         shows=_SHOWS,
@@ -202,6 +216,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-state-stale-where-first-block-is-empty",
+        says="The running sums are not initialised if the first key block is fully masked.",
         kind="init.masked-store",
         reference="jax 08c2a36e28",
         shows=_SHOWS,
@@ -210,6 +225,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-rows-unwritten",
+        says="Output rows past the last whole tile of 32 queries are never written.",
         kind="pad.q8",
         reference="tokamax e1ab701",
         shows=("out", "out_with_residuals"),
@@ -218,6 +234,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="tail-rows-of-logsumexp-unwritten",
+        says="logsumexp past the last whole tile of 32 queries is never written.",
         kind="pad.q8",
         reference="tokamax 2a6963a",
         shows=("logsumexp",),
@@ -226,6 +243,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-values-behind-mask-read",
+        says="Values that no query sees are read with weight zero in key blocks, so NaN spreads.",
         kind="nan.masked-v",
         reference="jax 11cf85deb0",
         shows=("out",),
@@ -234,6 +252,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-logsumexp-written-in-training-only",
+        says="logsumexp is written only if the call is differentiated, and is zero otherwise.",
         kind="lse.zeros",
         reference="attention-gym#37",
         shows=("logsumexp",),

@@ -29,6 +29,7 @@ class _ChunkedFromZero(Chunked):
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "window-one-key-too-few",
+        says="A window has one key less on its left than asked for.",
         kind="window.off-by-one",
         reference="zml issue 763",
         shows=_FORWARD,
@@ -37,6 +38,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-without-other-mask-ignored",
+        says="A window is ignored unless it is combined with another mask.",
         kind="mask.window-ignored-nomask",
         reference="jax commit 099f0a1708",
         shows=_FORWARD,
@@ -45,6 +47,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-left-side-ignored",
+        says="The left bound of a window is ignored.",
         kind="window.sign",
         reference="hippogriff issue 7; keras-hub issue 2186",
         shows=_FORWARD,
@@ -53,6 +56,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-right-side-ignored",
+        says="The right bound of a window is ignored.",
         kind="window.right",
         reference="inferred from ejkernel commit 3ed3b1f",
         shows=_FORWARD,
@@ -61,6 +65,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-zero-is-unbounded",
+        says="A window with 0 keys on its right is unbounded on that side.",
         kind="window.sentinel-mixup",
         reference="inferred from TransformerEngine issue 3528",
         shows=_FORWARD,
@@ -69,6 +74,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-without-offset",
+        says="The query offset of a window is ignored.",
         kind="decode.window-q-offset",
         reference="MaxText commit 8f82f2d02",
         shows=_FORWARD,
@@ -77,6 +83,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "window-leaks-into-full",
+        says="A call without a mask gets a window of 127 keys to the left.",
         kind="window.leak-to-global",
         reference="MaxText commit b2530831d",
         shows=_FORWARD,
@@ -85,6 +92,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "chunk-without-offset",
+        says="Chunked attention ignores the offset of the queries.",
         kind="chunk.local-vs-abs",
         reference="vllm issue 47300, PR 47332",
         shows=_FORWARD,
@@ -93,6 +101,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "chunk-boundary-one-late",
+        says="Chunks begin and end one position too late.",
         kind="chunk.boundary",
         reference="inferred from MaxText commit 8bb104777",
         shows=_FORWARD,
@@ -101,6 +110,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "chunk-as-window",
+        says="Chunked attention is computed as a sliding window of the chunk size.",
         kind="chunk.boundary",
         reference="inferred from MaxText commit 8f82f2d02",
         shows=_FORWARD,

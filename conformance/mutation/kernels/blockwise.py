@@ -219,6 +219,7 @@ def planted(
     reference: str,
     shows: tuple[str, ...],
     trigger: Callable[[Case], bool],
+    says: str = "",
     **replaced: Step,
 ) -> PlantedBug:
     """The bug that replacing these steps plants."""
@@ -230,4 +231,5 @@ def planted(
         shows=shows,
         build=lambda: implementation(BlockSteps(**replaced), name),
         trigger=trigger,
+        says=says,
     )

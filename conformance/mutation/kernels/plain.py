@@ -390,6 +390,7 @@ def planted(
     kind: str,
     reference: str,
     shows: str,
+    says: str = "",
     trigger: Callable[[Case], bool] = lambda case: True,
     steps: PlainSteps = PlainSteps(),
     back: BackwardSteps | None = None,
@@ -404,4 +405,5 @@ def planted(
         shows=tuple(shows.split()),
         build=lambda: implementation(name, steps, back, alone=alone),
         trigger=trigger,
+        says=says,
     )
