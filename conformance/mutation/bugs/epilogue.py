@@ -111,6 +111,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="acc-not-rescaled",
+        says="The output accumulator is not rescaled when a key block raises the running maximum.",
         kind="I.alpha-missing",
         reference="gpuemu-corpus flash_attention_triton_buggy (arXiv:2606.20128)",
         shows=("out",),
