@@ -223,7 +223,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "batch-stride-left-out-of-offset",
-        says="Every batch row reads the queries, keys and values of the first batch row.",
+        says="Batch row b begins b tokens behind the first one in memory, and not N * T tokens.",
         kind="batch.offset",
         reference="triton issue 6242 (in arXiv:2605.19652)",
         shows=_FORWARD,
