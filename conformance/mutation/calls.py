@@ -88,6 +88,7 @@ _WINDOWS: Mapping[str, Callable[[int], tuple[int | None, int | None]]] = {
     "halves": lambda n: (n // 2, n // 2),
     "left only, with its own key": lambda n: (n - 1, None),
     "left only": lambda n: (n, None),
+    "no window": lambda n: (None, None),  # as 0 in some libraries
 }
 """What one number may say about a window: the keys to the left and to the right."""
 
