@@ -17,7 +17,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check jax==0.10.2 jaxlib==0.10.2
+"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check jax==0.10.2
 cat >"$folder/fresh.py" <<'PYTHON'
 import jax
 import numpy as np

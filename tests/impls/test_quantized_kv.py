@@ -64,6 +64,14 @@ def test_our_cache_stores_what_the_cases_store(kind: Any) -> None:
     assert np.mean(difference > 0) < 0.02
 
 
+@pytest.mark.parametrize("length", [8, 4096])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_a_nan_makes_its_scale_nan_at_any_length(kind: Any, length: int) -> None:
+    x = jnp.ones((1, length, 2, 64)).at[0, 3, 1, 5].set(jnp.nan)
+    scales = np.asarray(quantized_kv.quantize(x, kind)[1])
+    assert np.argwhere(np.isnan(scales)).tolist() == [[0, 3, 1]]
+
+
 def test_given_scales_clip() -> None:
     x = jnp.full((1, 1, 1, 2), 10.0)
     stored, _ = quantized_kv.quantize(x, "int8", scales=jnp.full((1, 1, 1), 0.05))
