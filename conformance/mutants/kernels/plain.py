@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Mask, OwnWindow, iter_leaves
+from conformance.mutants.kernels.promotion import promote_by_default
 from conformance.mutants.planted_bug import PlantedBug
 from impls.contract.implementation import Implementation
 
@@ -361,7 +362,7 @@ def kernel(
             given = zip(operands, found, strict=False)
             return (*(None if dx is None else dx.astype(x.dtype) for x, dx in given), None)
 
-        run.defvjp(save, pull_back)
+        run.defvjp(save, promote_by_default(pull_back))
         return run(*operands)
 
     return attention
