@@ -18,6 +18,7 @@ from cases.case_id import parse_case_id
 from conformance.survey.upstream_findings import name_raising, read_findings
 from impls.libraries.library_specs import load_libraries
 from reports import survey_markdown, survey_page, survey_results
+from reports.mutant_results import CAUGHT, NOT_RUN, PASSED, MutantResults, format_table, read_results
 from website import case_matrices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +148,49 @@ def format_diagnosis_by_family() -> str:
     columns += ["only one of its kind", "families that were named first by mistake"]
     measured = _format_provenance(_read_toml("measured.toml")["diagnosis"])
     return f"{_format_table(columns, rows, 'lrrrrrl')}\n\n{measured}"
+
+
+def format_suites() -> str:
+    """Format how many wrong functions the tests of libraries catch, of those that their calls can see."""
+    names = ("library", "version", "replaced function", "tests", "calls", "kinds of calls")
+    columns = [*names, "can be seen", "tried", "caught", "passed", "share caught"]
+    rows = []
+    for one in _read_suites():
+        caught, passed, left = (len(one.select(state)) for state in (CAUGHT, PASSED, NOT_RUN))
+        share = "" if one.share is None else f"{one.share:.0%}"
+        source = one.environment["library"], one.environment["version"], f"`{one.function}`", f"`{one.command}`"
+        rows.append([*source, *one.calls, caught + passed + left, caught + passed, caught, passed, share])
+    return f"{_format_table(columns, rows, 'llll' + 'r' * 7)}\n\n{_format_suites_source()}"
+
+
+def format_suites_by_family() -> str:
+    """Format how many wrong functions of each family the tests catch, of those that their calls can see."""
+    rows = format_table(_read_suites())
+    libraries = ["family", *(one.environment["library"] for one in _read_suites())]
+    return _format_table(libraries, list(zip(*(row[2:] for row in rows), strict=True)), "l" + "r" * (len(rows) - 1))
+
+
+def format_suites_passed() -> str:
+    """List the wrong functions with which the tests pass."""
+    rows = [
+        [one.environment["library"], bug.family, bug.sentence, bug.reference, bug.call]
+        for one in _read_suites()
+        for bug in one.select(PASSED)
+    ]
+    columns = ["library", "family", "what is wrong", "had by", "a call of the tests that could see it has"]
+    return _format_table(columns, rows)
+
+
+@functools.cache
+def _read_suites() -> list[MutantResults]:
+    return [read_results(path) for path in sorted((DATA / "mutants").glob("*.jsonl"))]
+
+
+def _format_suites_source() -> str:
+    """Say when and where the suites were measured."""
+    days = sorted({one.date for one in _read_suites()})
+    where = sorted({f"{one.environment['cpu']}, JAX {one.environment['jax']}" for one in _read_suites()})
+    return f"*Measured {' and '.join(days)} with `python -m conformance mutants` on {'; '.join(where)}.*"
 
 
 def format_limits() -> str:
@@ -493,6 +537,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "diagnosis-shares": format_diagnosis_shares,
     "diagnosis-by-family": format_diagnosis_by_family,
     "unknown-kernels": functools.partial(format_tables, "unknown_kernels.toml", "###"),
+    "suites": format_suites,
+    "suites-by-family": format_suites_by_family,
+    "suites-passed": format_suites_passed,
     "limits": format_limits,
     "exploits": format_exploits,
     "case-matrices": format_case_matrices,

@@ -21,6 +21,7 @@ import numpy as np
 
 from cases.masks import Causal, Full, Indexer, Lengths, Mask, Window
 from cases.parameter_names import find_operand, is_tuning
+from conformance.mutation.kernels.promotion import promote_by_default
 from impls.contract.implementation import Implementation
 
 Array = Any
@@ -61,6 +62,9 @@ class AttentionCall:
 
     def run(self, implementation: Implementation, *, residuals: bool = True) -> dict[str, Array]:
         """Call an implementation, and return `out [B, T, N, V]` and, if asked, its residuals `[B, N, T]`, by name."""
+        return promote_by_default(self._run)(implementation, residuals)
+
+    def _run(self, implementation: Implementation, residuals: bool) -> dict[str, Array]:
         static, arrays = implementation.lower_mask(self.mask, *self.sizes)
         names = ("segment_ids", "soft_cap", "sinks", "bias", "scale")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}

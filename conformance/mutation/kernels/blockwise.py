@@ -33,6 +33,7 @@ from conformance.mutation.kernels.layout import (
     split_mask,
     split_rows,
 )
+from conformance.mutation.kernels.promotion import promote_by_default
 from conformance.mutation.kernels.steps import (
     Block,
     Blocks,
@@ -202,7 +203,7 @@ def _differentiable(steps: BlockSteps, call: Call) -> Callable[[Operands], Outpu
         operands, out, lse = saved
         return (backward(steps, call, operands, out, lse, cotangents),)
 
-    attend.defvjp(with_saved, pull_back)
+    attend.defvjp(with_saved, promote_by_default(pull_back))
     return attend
 
 

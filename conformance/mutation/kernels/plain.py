@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import conformance.execution.executor  # noqa: F401  it makes masks pytrees
 from cases.case import Case
 from cases.masks import Mask, OwnWindow, iter_leaves
+from conformance.mutation.kernels.promotion import promote_by_default
 from conformance.mutation.planted_bug import PlantedBug
 from impls.contract.implementation import Implementation
 
@@ -370,7 +371,7 @@ def kernel(
             given = zip(operands, found, strict=False)
             return (*(None if dx is None else dx.astype(x.dtype) for x, dx in given), None, None)
 
-        run.defvjp(save, pull_back)
+        run.defvjp(save, promote_by_default(pull_back))
         return run(*operands)
 
     return attention
