@@ -171,6 +171,7 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
         left=left,
     )
     bugs = _select_bugs(options, suite.by_hand)
+    say(f"comparing {len(bugs)} wrong functions with exact results on these calls")
     visible = visibility.find_visible(bugs, calls)
     supported = _build_supported(options)
     chosen = _choose(bugs, visible, every=options.every)
@@ -179,6 +180,8 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
     kinds = {(bug.family, bug.kind) for bug in bugs if bug.name in visible}
     unseen = {(bug.family, bug.kind): bug for bug in reversed(bugs) if (bug.family, bug.kind) not in kinds}
     stopped = any(one.detail == _INTERRUPTED for one in outcomes)
+    if not stopped:
+        say("looking for the smallest cases that catch what passed, and for what the inputs lack")
     cases = [] if stopped else smallest_cases.list_cases(supported)
     for bug in [] if stopped else reversed(unseen.values()):
         found = smallest_cases.find_smallest_case(bug, cases, calls)
@@ -304,10 +307,10 @@ def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome
 def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:
     call = ", ".join(sorted(seen.facts))
     broken = [reason for reason in run.reasons if reason.startswith("broken")]
-    if run.code == 0:
-        return _describe(bug, PASSED, call=call, seconds=run.seconds)
     if broken:
         return _describe(bug, NOT_RUN, call=call, detail=broken[0], seconds=run.seconds)
+    if run.code == 0:
+        return _describe(bug, PASSED, call=call, seconds=run.seconds)
     if is_pytest and run.code not in (None, 1) and not run.first_failure:  # it could not run the tests
         return _describe(bug, NOT_RUN, call=call, detail=f"pytest ended with {run.code}", seconds=run.seconds)
     if run.code is None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 
 from cases.case import Case
+from cases.mask_spec import build_mask
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Window, iter_leaves
 from cases.operand_values import draw_problem
 from conformance.check_api.scopes import ImplementationGrids
@@ -17,7 +18,8 @@ from conformance.mutation.substitution import RecordedCall
 from conformance.mutation.visibility import SeenCall, is_visible
 from impls.contract.implementation import Implementation
 
-_TRIED = 12  # cases on which a wrong function is tried, the smallest first
+_CONSIDERED = 60  # the smallest cases with the condition for a bug, of which the nearest are tried
+_TRIED = 12  # cases on which a wrong function is tried
 PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
 """What wrong functions may be wrong in: the parameters of a plain function that they know."""
 
@@ -30,14 +32,14 @@ def list_cases(supported: Implementation) -> Sequence[Case]:
     """
     cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
-    found = [case for case in dense if (call := _build_call(case)) is not None and _is_read(call)]
     plain = "normal"
+    found = [case for case in dense if _is_read(case)]
     return sorted(found, key=lambda case: (_count_pairs(case), case.distribution != plain, len(case.features), case.id))
 
 
-def _is_read(call: SeenCall) -> bool:
-    leaves = [leaf for mask in call.recorded.call.masks for leaf in iter_leaves(mask)]
-    return all(type(leaf) in (Full, Causal, Window, Lengths, Dense, Indexer) for leaf in leaves)
+def _is_read(case: Case) -> bool:
+    mask = build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    return all(type(leaf) in (Full, Causal, Window, Lengths, Dense, Indexer) for leaf in iter_leaves(mask))
 
 
 def _count_pairs(case: Case) -> int:
@@ -71,27 +73,24 @@ def find_smallest_case(
       The case, and its facts (`visibility.describe_problem`).
     """
     wrong = bug.build()
-    facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
-    possible = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None]
-    tried = [(case, call) for case in possible if (call := _build_call(case)) is not None]
+    possible = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None][:_CONSIDERED]
     if known:
-        tried.sort(key=lambda one: len(one[1].facts - facts))
-    return next(((case, call.facts) for case, call in tried[:_TRIED] if is_visible(wrong, call)), None)
+        facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
+        possible.sort(key=lambda case: len(_build_call(case).facts - facts))
+    found = next((case for case in possible[:_TRIED] if is_visible(wrong, _build_call(case))), None)
+    return None if found is None else (found, _build_call(found).facts)
 
 
-@functools.lru_cache(maxsize=1024)
-def _build_call(case: Case) -> SeenCall | None:
-    """Build the call of a case; None if wrong functions do not know its operands."""
+@functools.lru_cache(maxsize=256)
+def _build_call(case: Case) -> SeenCall:
+    """Build the call of a case, with its exact results."""
     problem = draw_problem(case)
-    if any(x is not None for x in (problem.alibi_slopes, problem.score_mod, problem.logit_scale, problem.kv_scales)):
-        return None
     names = ("q", "k", "v", "segment_ids", "soft_cap", "sinks", "bias", "scale")
     call = AttentionCall(masks=(problem.mask,), **{name: getattr(problem, name) for name in names})
     pulled = ("q", "k", "v", *(name for name in ("sinks", "bias") if getattr(call, name) is not None))
     differentiated = pulled if case.phase == "train" else ()
-    return SeenCall(
-        RecordedCall(call, residuals=True, differentiated=differentiated, empty_rows=False, test=""), frozenset()
-    )
+    recorded = RecordedCall(call, residuals=True, differentiated=differentiated, empty_rows=False, test="")
+    return SeenCall(recorded, describe_problem(problem, gradients=bool(differentiated), residuals=True))
 
 
 def write_tests(function: str, adapter: str, cases: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ import pytest
 import conformance
 from conformance.mutation.suite import SITE
 from reports import mutants_page
-from reports.mutant_results import CAUGHT, PASSED, read_results
+from reports.mutant_results import CAUGHT, PASSED, UNSEEN, read_results
 
 _REPOSITORY = Path(__file__).parent / "repository"
 _PYTEST = [sys.executable, "-m", "pytest", "-q"]
@@ -51,6 +51,7 @@ def test_a_suite_is_measured_and_the_cases_catch_what_passed(folder: Path) -> No
     passed = found.select(PASSED)
     assert passed
     assert all(one.case for one in passed)
+    assert any("gradients" in one.detail for one in found.select(UNSEEN))  # nothing is differentiated
     page = (folder / "page.html").read_text()
     assert page == mutants_page.render_mutants_page(found)
     assert passed[0].sentence in page
