@@ -15,7 +15,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.mutation.calls import AttentionCall
 from conformance.mutation.planted_bug import PlantedBug
 from conformance.mutation.substitution import RecordedCall
-from conformance.mutation.visibility import SeenCall, is_visible
+from conformance.mutation.visibility import SeenCall, describe_problem, is_visible
 from impls.contract.implementation import Implementation
 
 _CONSIDERED = 60  # the smallest cases with the condition for a bug, of which the nearest are tried
