@@ -423,7 +423,7 @@ def _draw_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if jnp.issubdtype(x.dtype, jnp.floating):
             if role == "mask":
                 return jnp.asarray(np.where(_draw_pairs(rng, x.shape), 0, -1e30), x.dtype) if traced else x
-            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+            return jnp.asarray(rng.standard_normal(x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
         if not traced:
             return x
         if x.dtype == bool:
