@@ -1,4 +1,4 @@
-"""Read calls of `jax.nn.dot_product_attention` with an implementation; those without, the tests' reference, are left."""
+"""Read calls of `jax.nn.dot_product_attention` that name an implementation; others are the reference of the tests."""
 
 import jax.numpy as jnp
 
