@@ -145,6 +145,7 @@ class Output:
         return (jnp.transpose(results[self.name], self.axes).reshape(like.shape) * self.factor).astype(like.dtype)
 
 
+@promote_by_default
 def read_call(arguments: Mapping[str, Any], defaults: Mapping[str, Any], reading: Reading) -> AttentionCall:
     """Read the arguments of a call by the names of the function's parameters.
 
@@ -424,7 +425,7 @@ def _draw_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if jnp.issubdtype(x.dtype, jnp.floating):
             if role == "mask":
                 return jnp.asarray(np.where(_draw_pairs(rng, x.shape), 0, -1e30), x.dtype) if traced else x
-            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+            return jnp.asarray(rng.standard_normal(x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
         if not traced:
             return x
         if x.dtype == bool:

@@ -192,6 +192,7 @@ def find_visible(bugs: Sequence[PlantedBug], calls: Sequence[SeenCall]) -> dict[
 
 def is_visible(implementation: Implementation, seen: SeenCall) -> bool:
     """Return whether a call shows that an implementation is wrong; False if it does not take the call."""
+    assert seen.expected  # if it cannot be computed, that is no wrong function's fault
     try:
         return seen.is_wrong(implementation)
     except Exception:  # a wrong function may not take every call

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reports.mutant_results import CAUGHT, PASSED, read_results
+from reports.mutant_results import read_results
 from website import measurement_tables
 
 FILES = sorted((measurement_tables.DATA / "mutants").glob("*.jsonl"))
@@ -18,7 +18,7 @@ def test_results_say_what_was_measured_and_where(path: Path) -> None:
     assert {"library", "version", "jax", "python", "cpu"} <= set(results.environment)
     assert results.command.startswith("pytest ")
     assert " /" not in results.command
-    assert any(one.state in (CAUGHT, PASSED) for one in results.outcomes)
+    assert results.calls[0] > 0
 
 
 def test_the_page_has_each_suite() -> None:

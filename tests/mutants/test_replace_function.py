@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from conformance.mutation.calls import AttentionCall
 from conformance.mutation.mutant_list import build_right
-from conformance.mutation.substitution import replace_function
+from conformance.mutation.substitution import read_recorded_calls, replace_function
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
@@ -43,3 +44,16 @@ def test_attention_is_computed_where_the_suite_refuses_to_promote_dtypes(by_hand
     with jax.numpy_dtype_promotion("strict"):
         dq = jax.grad(lambda q: AttentionCall(q, x, x).run(right)["out"].astype(jnp.float32).sum())(x)
     assert dq.dtype == jnp.float16
+
+
+def test_float64_of_numpy_is_recorded_as_jax_reads_it(tmp_path: Path) -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(*(jnp.asarray(x) for x in (q, k, v)))
+
+    module = types.ModuleType("layers")
+    vars(module).update(attention=attention)
+    replace_function(module, {"replace": "layers:attention", "mode": "right", "folder": str(tmp_path)})
+    x = np.random.default_rng(0).standard_normal((1, 4, 1, 8))
+    module.attention(x, x, x)
+    (recorded,) = read_recorded_calls(tmp_path)
+    assert recorded.call.q.dtype == np.float32

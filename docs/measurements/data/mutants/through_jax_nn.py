@@ -1,4 +1,4 @@
-"""Read calls of `jax.nn.dot_product_attention` that name an implementation; the tests compare with the others."""
+"""Read calls of `jax.nn.dot_product_attention` that name an implementation; others are the reference of the tests."""
 
 import jax.numpy as jnp
 
@@ -14,7 +14,7 @@ def call(attention, true, query, key, value, bias=None, mask=None, *, implementa
     rows = None
     for name, length, axis in (("query_seq_lengths", q.shape[1], 2), ("key_value_seq_lengths", k.shape[1], 3)):
         if (lengths := options.get(name)) is not None:
-            seen = jnp.expand_dims(jnp.arange(length) < lengths[:, None], (1, 5 - axis))
+            seen = jnp.expand_dims(jnp.arange(length)[None] < lengths[:, None], (1, 5 - axis))
             rows = seen[:, 0] if axis == 2 else rows
             pairs = seen if pairs is None else pairs & seen
     window = options.get("local_window_size")
