@@ -208,9 +208,10 @@ class _Run:
     def attend(self, call: AttentionCall, *, residuals: bool, empty_rows: bool = False) -> dict[str, Array]:
         """Run a call by the function that stands for the true one."""
         self.note()
-        floats = ((name, getattr(call, name)) for name in ("q", "k", "v", "sinks", "bias"))
         # NumPy's float64 becomes what JAX makes of it.
-        call = dataclasses.replace(call, **{name: jax.numpy.asarray(x) for name, x in floats if x is not None})
+        floats = {name: getattr(call, name) for name in ("q", "k", "v", "sinks", "bias")}
+        given: dict[str, Any] = {name: jax.numpy.asarray(x) for name, x in floats.items() if x is not None}
+        call = dataclasses.replace(call, **given)
         if self.mode == "right":
             call = self._record(call, residuals, empty_rows)
         with _enter():
