@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance.mutation import warm_process
 from conformance.mutation.pytest_selection import list_callers, read_events
 
 SITE = str(Path(__file__).parent / "site")
@@ -79,7 +80,9 @@ class Suite:
     environment: Mapping[str, str]
     by_hand: bool = True
     callers: Sequence[str] = ()
-    running: set[subprocess.Popen[str]] = dataclasses.field(default_factory=set)
+    _running: set[subprocess.Popen[str]] = dataclasses.field(default_factory=set)
+    _warm: list[warm_process.WarmProcess] = dataclasses.field(default_factory=list)
+    _threads: threading.local = dataclasses.field(default_factory=threading.local)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
@@ -98,7 +101,26 @@ class Suite:
         settings |= {"folder": str(folder), "by_hand": self.by_hand, "callers": list(self.callers)}
         file = self.folder / f"{mode}.json"
         file.write_text(json.dumps(settings), encoding="utf-8")
-        environment = {**self.environment, "CONFORMANCE_MUTANTS": str(file)}
+        shared = self._build_environment()
+        own = {"CONFORMANCE_MUTANTS": str(file)}
+        if self.is_pytest:
+            options = "-rfE --color=no -p no:cacheprovider" + ("" if mode == "true" else " -x")
+            own["PYTEST_ADDOPTS"] = f"{self.environment.get('PYTEST_ADDOPTS', '')} {options}".strip()
+        start = time.monotonic()
+        log = folder / "output.txt"
+        found = warm_process.find_python(self.command, shared.get("PATH"))
+        if found is None:
+            code = self._run_cold({**shared, **own}, log, seconds)
+        else:
+            python, arguments, in_folder = found
+            request = {"arguments": arguments, "in_folder": in_folder, "environment": own}
+            code = self._run_warm(python, shared, {**request, "log": str(log), "seconds": seconds})
+        text = log.read_text(encoding="utf-8", errors="replace")
+        return SuiteRun(code, time.monotonic() - start, text[-20_000:], folder)
+
+    def _build_environment(self) -> dict[str, str]:
+        """Build the environment variables that all runs share."""
+        environment = dict(self.environment)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (SITE, self.environment.get("PYTHONPATH"))))
         if "JAX_COMPILATION_CACHE_DIR" not in environment:  # most programs are the same with each wrong function
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "programs")
@@ -107,10 +129,20 @@ class Suite:
         if self.is_pytest:
             plugins = (self.environment.get("PYTEST_PLUGINS"), "conformance.mutation.pytest_selection")
             environment["PYTEST_PLUGINS"] = ",".join(filter(None, plugins))
-            options = "-rfE --color=no -p no:cacheprovider" + ("" if mode == "true" else " -x")
-            environment["PYTEST_ADDOPTS"] = f"{self.environment.get('PYTEST_ADDOPTS', '')} {options}".strip()
-        start = time.monotonic()
-        log = folder / "output.txt"
+        return environment
+
+    def _run_warm(self, python: str, environment: dict[str, str], request: dict[str, Any]) -> int | None:
+        """Run pytest in a fork of a process of this thread."""
+        warm: warm_process.WarmProcess | None = getattr(self._threads, "warm", None)
+        if warm is None or self._threads.environment != environment:
+            warm = self._threads.warm = warm_process.WarmProcess(python, environment)
+            self._threads.environment = environment
+            with self._lock:
+                self._warm.append(warm)
+        return warm.run(request)
+
+    def _run_cold(self, environment: dict[str, str], log: Path, seconds: float | None) -> int | None:
+        """Run the command."""
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 self.command,
@@ -121,17 +153,15 @@ class Suite:
                 start_new_session=True,
             )
             with self._lock:
-                self.running.add(process)
+                self._running.add(process)
             try:
-                code: int | None = process.wait(timeout=seconds)
+                return process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
-                code = None
+                return None
             finally:
                 _kill(process)
                 with self._lock:
-                    self.running.discard(process)
-        text = log.read_text(encoding="utf-8", errors="replace")
-        return SuiteRun(code, time.monotonic() - start, text[-20_000:], folder)
+                    self._running.discard(process)
 
     def list_callers(self, run: SuiteRun) -> list[str]:
         """List the tests that called the function in a run."""
@@ -140,8 +170,11 @@ class Suite:
     def stop(self) -> None:
         """End all that is running."""
         with self._lock:
-            for process in self.running:
+            for process in self._running:
                 _kill(process)
+            for warm in self._warm:
+                warm.stop()
+            self._warm.clear()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -95,6 +95,8 @@ class SeenCall:
 
 
 _RESIDUALS = ("logsumexp", "max_logits")
+_OPERANDS = {"sinks": "sinks", "bias": "bias", "segments": "segment_ids", "soft cap": "soft_cap"}
+"""The operand without which a wrong function of a family is right."""
 
 
 def build_problem(call: AttentionCall) -> Problem:
@@ -184,10 +186,20 @@ def find_visible(bugs: Sequence[PlantedBug], calls: Sequence[SeenCall]) -> dict[
     for bug in bugs:
         implementation = bug.build()
         for seen in calls:
-            if is_visible(implementation, seen):
+            if _can_show(bug, seen) and is_visible(implementation, seen):
                 visible[bug.name] = seen
                 break
     return visible
+
+
+def _can_show(bug: PlantedBug, seen: SeenCall) -> bool:
+    """Return whether a call has the operand that a family is about, and returns one of the results that are wrong."""
+    operand = _OPERANDS.get(bug.family)
+    if operand is not None and getattr(seen.recorded.call, operand) is None:
+        return False
+    returned = {"out", *(_RESIDUALS if seen.recorded.residuals else ())}
+    returned |= {f"d{name}" for name in seen.recorded.differentiated}
+    return bool(returned & {name.partition(".")[0] for name in bug.shows})
 
 
 def is_visible(implementation: Implementation, seen: SeenCall) -> bool:
