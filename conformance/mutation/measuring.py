@@ -305,7 +305,7 @@ def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome
 
 
 def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:
-    call = ", ".join(sorted(seen.facts))
+    call = ", ".join(sorted(fact for fact in seen.facts if not fact.startswith("a gradient of ")))
     broken = [reason for reason in run.reasons if reason.startswith("broken")]
     if broken:
         return _describe(bug, NOT_RUN, call=call, detail=broken[0], seconds=run.seconds)

@@ -90,7 +90,7 @@ def _build_call(case: Case) -> SeenCall:
     pulled = ("q", "k", "v", *(name for name in ("sinks", "bias") if getattr(call, name) is not None))
     differentiated = pulled if case.phase == "train" else ()
     recorded = RecordedCall(call, residuals=True, differentiated=differentiated, empty_rows=False, test="")
-    return SeenCall(recorded, describe_problem(problem, gradients=bool(differentiated), residuals=True))
+    return SeenCall(recorded, describe_problem(problem, gradients=differentiated, residuals=True))
 
 
 def write_tests(function: str, adapter: str, cases: Mapping[str, str]) -> str:

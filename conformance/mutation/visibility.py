@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -127,7 +127,7 @@ def _compute_results(implementation: Implementation, seen: SeenCall) -> dict[str
     return {name: np.asarray(x) for name, x in results.items()}
 
 
-def describe_problem(problem: Problem, *, gradients: bool, residuals: bool) -> frozenset[str]:
+def describe_problem(problem: Problem, *, gradients: Collection[str], residuals: bool) -> frozenset[str]:
     """Return facts that distinguish a call from others, in words that complete "no call has ..."."""
     b, t, n, h = problem.q.shape
     s, k, v = problem.k.shape[1], problem.k.shape[2], problem.v.shape[3]
@@ -139,7 +139,8 @@ def describe_problem(problem: Problem, *, gradients: bool, residuals: bool) -> f
     empty = problem.empty_rows
     facts = {
         f"{_DTYPES.get(problem.q.dtype.name, problem.q.dtype.name)} operands": True,
-        "gradients": gradients,
+        "gradients": bool(gradients),
+        **{f"a gradient of {name}": True for name in gradients},
         "residuals": residuals,
         "sinks": problem.sinks is not None,
         "a soft cap": problem.soft_cap is not None,
@@ -172,8 +173,8 @@ def describe_calls(calls: Iterable[RecordedCall]) -> list[SeenCall]:
     found: dict[Any, SeenCall] = {}
     for recorded in calls:
         problem = build_problem(recorded.call)
-        gradients = bool(recorded.differentiated)
-        seen = SeenCall(recorded, describe_problem(problem, gradients=gradients, residuals=recorded.residuals))
+        facts = describe_problem(problem, gradients=recorded.differentiated, residuals=recorded.residuals)
+        seen = SeenCall(recorded, facts)
         key = seen.facts, recorded.differentiated, recorded.empty_rows
         if key not in found or seen.size < found[key].size:
             found[key] = seen
@@ -214,7 +215,10 @@ def is_visible(implementation: Implementation, seen: SeenCall) -> bool:
 def say_lacking(facts: frozenset[str], calls: Sequence[SeenCall]) -> str:
     """Say what a case has and no call of the suite has; or, if each has some of it, what no call has together."""
     known: frozenset[str] = frozenset().union(*(seen.facts for seen in calls))
-    if lacking := sorted(facts - known):
+    lacking = sorted(facts - known)
+    if "gradients" in lacking:
+        lacking = [one for one in lacking if not one.startswith("a gradient of ")]
+    if lacking:
         return "no call has " + ", ".join(lacking)
     nearest = max((seen.facts for seen in calls), key=lambda own: len(facts & own), default=frozenset())
     if lacking := sorted(facts - nearest):
