@@ -18,8 +18,8 @@ from conformance.mutation.substitution import RecordedCall
 from conformance.mutation.visibility import SeenCall, describe_problem, is_visible
 from impls.contract.implementation import Implementation
 
-_CONSIDERED = 60  # the smallest cases with the condition for a bug, of which the nearest are tried
-_TRIED = 12  # cases on which a wrong function is tried
+_CONSIDERED = 24  # the smallest cases with the condition for a bug, of which the nearest are tried
+_TRIED = 8  # cases on which a wrong function is tried
 PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
 """What wrong functions may be wrong in: the parameters of a plain function that they know."""
 
