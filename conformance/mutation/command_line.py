@@ -53,6 +53,9 @@ def add_mutants(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how = adding.add_argument_group("how to run")
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="how many suites run at once (1)")
     how.add_argument("--seconds", type=float, metavar="S", help="try no further wrong function after this time")
+    how.add_argument(
+        "--inputs-seconds", type=float, default=60.0, metavar="S", help="look this long for what the inputs lack (60)"
+    )
     output = adding.add_argument_group("output")
     output.add_argument("--fail-under", type=float, metavar="PERCENT", help="exit with 1 if less is caught")
     output.add_argument("--save", metavar="FILE.jsonl", help="write the results here; continues what is there")

@@ -43,6 +43,7 @@ from reports.mutant_results import (
 
 _LEAST_LIMIT, _LIMIT_FACTOR = 60.0, 5.0  # a suite may take this long with a wrong function, in seconds and in its time
 _INTERRUPTED = "interrupted"
+_NOT_LOOKED_FOR = "which input is lacking was not looked for (--inputs-seconds)"
 FAMILIES = tuple(dict.fromkeys(bug.family for bug in MUTANTS))
 
 
@@ -58,6 +59,7 @@ class Options:
       every: whether each wrong function is tried, and not one of each kind.
       sample: how many kinds of each family are drawn, always the same ones; all if None.
       seconds: wrong functions are tried for this long; None without end.
+      inputs_seconds: for this long it is looked for what the inputs lack.
       jobs: how many suites run at once.
       environment: the environment variables of the suite.
       save: a file that gets the results one by one; one that is there is continued.
@@ -70,6 +72,7 @@ class Options:
     every: bool = False
     sample: int | None = None
     seconds: float | None = None
+    inputs_seconds: float = 60.0
     jobs: int = 1
     save: Path | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
@@ -183,9 +186,13 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
     if not stopped:
         say("looking for the smallest cases that catch what passed, and for what the inputs lack")
     cases = [] if stopped else smallest_cases.list_cases(supported)
-    for bug in [] if stopped else reversed(unseen.values()):
-        found = smallest_cases.find_smallest_case(bug, cases, calls)
-        if found is not None:  # otherwise it is about nothing that the function has
+    start = time.monotonic()
+    for bug in reversed(unseen.values()):
+        if not smallest_cases.list_possible(bug, cases):
+            continue
+        if time.monotonic() - start > options.inputs_seconds:
+            outcomes.append(_describe(bug, UNSEEN, detail=_NOT_LOOKED_FOR))
+        elif (found := smallest_cases.find_smallest_case(bug, cases, calls)) is not None:
             detail = visibility.say_lacking(found[1], calls)
             outcomes.append(_describe(bug, UNSEEN, detail=detail, case=found[0].id))
     outcomes = [_add_case(one, cases) if one.state == PASSED and cases else one for one in outcomes]

@@ -45,6 +45,7 @@ def run_mutants(arguments: argparse.Namespace) -> int:
         every=arguments.every,
         sample=arguments.sample,
         seconds=arguments.seconds,
+        inputs_seconds=arguments.inputs_seconds,
         jobs=arguments.jobs,
         save=None if arguments.save is None else Path(arguments.save),
         environment=given,
@@ -89,7 +90,8 @@ def print_results(results: MutantResults, console: Console) -> None:
         for lack, ones in sorted(by_lack.items(), key=lambda item: -len(item[1])):
             names = ", ".join(one.name for one in ones[:3]) + (f" and {len(ones) - 3} more" if len(ones) > 3 else "")
             console.print(f"  {lack}: {names}")
-            console.print(f"    such as {ones[0].case}")
+            if ones[0].case:
+                console.print(f"    such as {ones[0].case}")
     for one in results.select(NOT_RUN)[:1]:
         console.print(f"\n{len(results.select(NOT_RUN))} were not tried: {one.detail}", style="yellow")
     table = Table(box=None, pad_edge=False)

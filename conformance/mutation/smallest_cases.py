@@ -18,8 +18,9 @@ from conformance.mutation.substitution import RecordedCall
 from conformance.mutation.visibility import SeenCall, describe_problem, is_visible
 from impls.contract.implementation import Implementation
 
-_CONSIDERED = 24  # the smallest cases with the condition for a bug, of which the nearest are tried
+_SIZES = 12  # of cases that are considered first
 _TRIED = 8  # cases on which a wrong function is tried
+_TRIED_FOR_INPUTS = 3  # likewise, to say which input is lacking
 PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
 """What wrong functions may be wrong in: the parameters of a plain function that they know."""
 
@@ -34,7 +35,23 @@ def list_cases(supported: Implementation) -> Sequence[Case]:
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
     plain = "normal"
     found = [case for case in dense if _is_read(case)]
-    return sorted(found, key=lambda case: (_count_pairs(case), case.distribution != plain, len(case.features), case.id))
+    found.sort(key=lambda case: (_count_pairs(case), case.distribution != plain, len(case.features), case.id))
+    return _choose_few_sizes(found)
+
+
+def _choose_few_sizes(cases: Sequence[Case]) -> list[Case]:
+    """Choose cases of few sizes, since each takes seconds to compile: the smallest, and those with further features."""
+    sizes: set[tuple[str | int, ...]] = set()
+    features: set[str] = set()
+    chosen = []
+    for case in cases:
+        lengths, heads = (case.batch, case.q_length, case.kv_length), (case.num_q_heads, case.num_kv_heads)
+        size = (case.dtype, *lengths, *heads, case.head_dim, case.v_head_dim)
+        if size in sizes or len(sizes) < _SIZES or not features.issuperset(case.features):
+            sizes.add(size)
+            features.update(case.features)
+            chosen.append(case)
+    return chosen
 
 
 def _is_read(case: Case) -> bool:
@@ -59,6 +76,12 @@ def build_stub(parameters: Collection[str]) -> Implementation:
     return build_implementation(stub, "stub")
 
 
+def list_possible(bug: PlantedBug, cases: Sequence[Case]) -> list[Case]:
+    """List the cases with the condition for a bug; none if it is about nothing that the function has."""
+    wrong = bug.build()
+    return [case for case in cases if bug.trigger(case) and wrong.supports(case) is None]
+
+
 def find_smallest_case(
     bug: PlantedBug, cases: Sequence[Case], known: Sequence[SeenCall] = ()
 ) -> tuple[Case, frozenset[str]] | None:
@@ -73,11 +96,12 @@ def find_smallest_case(
       The case, and its facts (`visibility.describe_problem`).
     """
     wrong = bug.build()
-    possible = [case for case in cases if bug.trigger(case) and wrong.supports(case) is None][:_CONSIDERED]
+    possible = list_possible(bug, cases)
     if known:
         facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
         possible.sort(key=lambda case: len(_build_call(case).facts - facts))
-    found = next((case for case in possible[:_TRIED] if is_visible(wrong, _build_call(case))), None)
+    count = _TRIED_FOR_INPUTS if known else _TRIED
+    found = next((case for case in possible[:count] if is_visible(wrong, _build_call(case))), None)
     return None if found is None else (found, _build_call(found).facts)
 
 
