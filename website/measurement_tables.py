@@ -158,7 +158,8 @@ def format_suites() -> str:
     for one in _read_suites():
         caught, passed, left = (len(one.select(state)) for state in (CAUGHT, PASSED, NOT_RUN))
         share = "" if one.share is None else f"{one.share:.0%}"
-        source = one.environment["library"], one.environment["version"], f"`{one.function}`", f"`{one.command}`"
+        tests = one.command.removeprefix("pytest -q ")
+        source = one.environment["library"], one.environment["version"], f"`{one.function}`", f"`{tests}`"
         rows.append([*source, *one.calls, caught + passed + left, caught + passed, caught, passed, share])
     return f"{_format_table(columns, rows, 'llll' + 'r' * 7)}\n\n{_format_suites_source()}"
 
