@@ -186,13 +186,13 @@ def _measure(options: Options, suite: Suite, say: Callable[[str], None]) -> Muta
     if not stopped:
         say("looking for the smallest cases that catch what passed, and for what the inputs lack")
     cases = [] if stopped else smallest_cases.list_cases(supported)
-    start = time.monotonic()
+    start, few = time.monotonic(), smallest_cases.choose_few_sizes(cases)
     for bug in reversed(unseen.values()):
-        if not smallest_cases.list_possible(bug, cases):
+        if not smallest_cases.list_possible(bug, few):
             continue
         if time.monotonic() - start > options.inputs_seconds:
             outcomes.append(_describe(bug, UNSEEN, detail=_NOT_LOOKED_FOR))
-        elif (found := smallest_cases.find_smallest_case(bug, cases, calls)) is not None:
+        elif (found := smallest_cases.find_smallest_case(bug, few, calls)) is not None:
             detail = visibility.say_lacking(found[1], calls)
             outcomes.append(_describe(bug, UNSEEN, detail=detail, case=found[0].id))
     outcomes = [_add_case(one, cases) if one.state == PASSED and cases else one for one in outcomes]

@@ -33,13 +33,12 @@ def list_cases(supported: Implementation) -> Sequence[Case]:
     """
     cases = {case.id: case for grid in ImplementationGrids(supported, "quick", 0).all_grids for case in grid.cases}
     dense = [case for case in cases.values() if case.stored is None and supported.supports(case) is None]
-    # Not with extreme sinks: a function that is wrong there alone would fail these cases as well.
-    found = [case for case in dense if _is_read(case) and "edge" not in case.id]
-    found.sort(key=lambda case: (_count_pairs(case), *_rank_values(case), case.id))
-    return _choose_few_sizes(found)
+    found = [case for case in dense if _is_read(case)]
+    # Extreme sinks come last: a function that is wrong there alone would fail these cases as well.
+    return sorted(found, key=lambda case: ("edge" in case.id, _count_pairs(case), *_rank_values(case), case.id))
 
 
-def _choose_few_sizes(cases: Sequence[Case]) -> list[Case]:
+def choose_few_sizes(cases: Sequence[Case]) -> list[Case]:
     """Choose cases of few sizes, since each takes seconds to compile: the smallest, and those with further features."""
     sizes: set[tuple[str | int, ...]] = set()
     features: set[str] = set()
