@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reports import output_files
 from reports.printable_text import make_all_printable
 
 SCHEMA = "attention-conformance/mutants/1"
@@ -102,7 +103,7 @@ def write_results(path: Path, results: MutantResults) -> None:
     """Write results: a line about the run, and one for each wrong function. Raises `OSError`."""
     head = {"schema": SCHEMA, **dataclasses.asdict(dataclasses.replace(results, outcomes=()))}
     lines = [head, *(dataclasses.asdict(one) for one in results.outcomes)]
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    output_files.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_results(path: Path) -> MutantResults:

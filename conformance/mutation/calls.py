@@ -73,16 +73,16 @@ class AttentionCall:
         return {"out": returned[0], **returned[1]} if residuals else {"out": returned}
 
 
-_LAYOUTS: Mapping[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
-    "BTNH": (lambda x: x, lambda x: x),
-    "BNTH": (lambda x: x.swapaxes(1, 2), lambda x: x.swapaxes(1, 2)),
-    "TBNH": (lambda x: x.swapaxes(0, 1), lambda x: x.swapaxes(0, 1)),
-    "TNH": (lambda x: x[None], lambda x: x[0]),
-    "NTH": (lambda x: x.swapaxes(0, 1)[None], lambda x: x[0].swapaxes(0, 1)),
-    "bTH": (lambda x: x[:, :, None], lambda x: x[:, :, 0]),  # b is B times N
-    "TH": (lambda x: x[None, :, None], lambda x: x[0, :, 0]),
+_LAYOUTS: Mapping[str, Callable[[Array], Array]] = {
+    "BTNH": lambda x: x,
+    "BNTH": lambda x: x.swapaxes(1, 2),
+    "TBNH": lambda x: x.swapaxes(0, 1),
+    "TNH": lambda x: x[None],
+    "NTH": lambda x: x.swapaxes(0, 1)[None],
+    "bTH": lambda x: x[:, :, None],  # b is B times N
+    "TH": lambda x: x[None, :, None],
 }
-"""Orders of axes, to `[B, T, N, H]` and back; the letters count the axes of what is given."""
+"""Orders of axes, and what brings each to `[B, T, N, H]`; the letters are the axes of what is given."""
 
 _WINDOWS: Mapping[str, Callable[[int], tuple[int | None, int | None]]] = {
     "with its own key": lambda n: (n - 1, 0),
@@ -94,12 +94,12 @@ _WINDOWS: Mapping[str, Callable[[int], tuple[int | None, int | None]]] = {
     "left only": lambda n: (n, None),
     "no window": lambda n: (None, None),  # as 0 in some libraries
 }
-"""What one number may say about a window: the keys to the left and to the right."""
+"""Readings of a window that is given by one number: the keys to the left and to the right of the query's own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What is ambiguous in a call, decided.
+    """A decision about all that the names of parameters leave open in a call.
 
     Attributes:
       layout: the order of axes of queries, keys and values.
@@ -123,18 +123,18 @@ class Reading:
 
     @property
     def wants_residuals(self) -> bool:
-        """Whether the function returns a residual."""
+        """Return whether the function returns a residual."""
         return any(output is not None and output.name != "out" for output in self.outputs)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every array that the function returns is a result of the contract."""
+        """Return whether every array that the function returns is a result of the contract."""
         return None not in self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """How a result of the contract becomes an array that a function returns."""
+    """The order of axes and the factor that make an array of the function's from a result of the contract."""
 
     name: str
     axes: tuple[int, ...]  # of the result, in the order in which the function has them
@@ -165,13 +165,13 @@ def read_call(arguments: Mapping[str, Any], defaults: Mapping[str, Any], reading
         role = find_operand(name)
         if role:
             roles.setdefault(role, []).append((name, value))
-        elif not is_tuning(name) and not _is_off(value, defaults.get(name, _off)):
+        elif not is_tuning(name) and not _is_off(value, defaults.get(name)):
             raise CannotRead(f"{name} is no operand of the contract")
     found: dict[str, Any] = {}
     masks: list[Mask] = []
     offset = 0 if reading.aligned == "start" else sizes[3] - sizes[2]
     for role, given in roles.items():
-        given = [(name, x) for name, x in given if not _is_off(x, defaults.get(name, _off), role)]
+        given = [(name, x) for name, x in given if not _is_off(x, defaults.get(name), role)]
         if not given or role == "save_residuals":
             continue
         if role not in _READERS:
@@ -189,25 +189,21 @@ def read_call(arguments: Mapping[str, Any], defaults: Mapping[str, Any], reading
     return AttentionCall(q, k, v, tuple(masks), scale=scale, **found)
 
 
-class _Off:
-    """The default of a parameter that has none."""
-
-
-_off = _Off()
-
-
 def _is_off(value: Any, default: Any, role: str = "") -> bool:
-    """Return whether an argument asks for nothing: it is None, False, or the default of a parameter without a role."""
+    """Return whether an argument asks for nothing.
+
+    It is None or False, a soft cap of zero, a window with open sides, or the default or zero of a parameter of no role.
+    """
     if value is None or value is False:
         return True
-    if not role and (value is default or (_is_plain(value) and _is_plain(default) and value == default)):
-        return True
-    if role in ("soft_cap", "window") and _is_plain(value):
+    if role == "soft_cap":
+        return isinstance(value, int | float) and value <= 0
+    if role == "window":
         sides = value if isinstance(value, tuple | list) else (value,)
-        return all(x is None or x <= 0 for x in sides) and (
-            role == "soft_cap" or all(x is None or x < 0 for x in sides)
-        )
-    return not role and value in (0, "") if isinstance(value, int | float | str) else False
+        return _is_plain(value) and all(x is None or x < 0 for x in sides)
+    if role:
+        return False
+    return value is default or (_is_plain(value) and (value in (0, "") or (_is_plain(default) and value == default)))
 
 
 def _is_plain(value: Any) -> bool:
@@ -215,7 +211,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _read_operands(operands: list[Any], layout: str) -> tuple[Array, Array, Array]:
-    to, _ = _LAYOUTS[layout]
+    to = _LAYOUTS[layout]
     if any(getattr(x, "ndim", -1) != len(layout) for x in operands):
         raise CannotRead(f"operands are not {layout}")
     q, k, v = (to(x) for x in operands)
@@ -253,7 +249,8 @@ def _expand(name: str, x: Array, sizes: tuple[int, int, int, int]) -> Array:
     raise CannotRead(f"{name} has the shape {tuple(x.shape)}")
 
 
-def _indexer(x: Array) -> Mask:
+def build_indexer(x: Array) -> Mask:
+    """Build the mask of an array of booleans, which may be known at run time only."""
     array: Array = x if isinstance(x, jax.core.Tracer) else np.asarray(x)
     return Indexer(array)
 
@@ -294,7 +291,7 @@ def _read_mask(given: _Given, sizes: _Sizes, reading: Reading, offset: int, q: A
         else:
             kept = x > _HIDDEN
             found["bias"] = jnp.where(kept, x, 0)
-        found["masks"].append(_indexer(kept))
+        found["masks"].append(build_indexer(kept))
     return found
 
 
@@ -317,7 +314,7 @@ def _read_lengths(given: _Given, sizes: _Sizes, reading: Reading, offset: int, q
         raise CannotRead(f"{name} has the shape {tuple(lengths.shape)}")
     if not isinstance(lengths, jax.core.Tracer):
         return {"masks": [Lengths(tuple(int(n) for n in np.broadcast_to(lengths, sizes[:1])))]}
-    return {"masks": [_indexer((jnp.arange(sizes[3]) < lengths[:, None])[:, None, None])]}
+    return {"masks": [build_indexer((jnp.arange(sizes[3]) < lengths[:, None])[:, None, None])]}
 
 
 def _read_sinks(given: _Given, sizes: _Sizes, reading: Reading, offset: int, q: Array) -> dict[str, Any]:
@@ -360,7 +357,8 @@ def iter_readings(arguments: Mapping[str, Any]) -> Iterator[Reading]:
     layouts = [one for one in _LAYOUTS if len(one) == getattr(next(iter(arguments.values())), "ndim", -1)]
     one_number = isinstance(roles.get("window"), int | np.integer)
     boolean = getattr(roles.get("mask"), "dtype", np.dtype(np.float32)).kind in "bui"
-    placed = roles.get("causal") or roles.get("window") is not None
+    causal = roles.get("causal")
+    placed = (not isinstance(causal, jax.core.Tracer) and bool(causal)) or roles.get("window") is not None
     for layout, aligned, window, drops, scale, bias in itertools.product(
         layouts,
         ("start", "end") if placed else ("start",),
@@ -397,7 +395,7 @@ def find_reading(
         try:
             call = read_call(drawn, defaults, reading)
             results = call.run(right)
-        except (CannotRead, NotImplementedError, ValueError) as refusal:
+        except (CannotRead, NotImplementedError, TypeError, ValueError) as refusal:
             problems.append(str(refusal))
             continue
         distance, outputs = _match_outputs(returned, results)
@@ -415,10 +413,16 @@ def find_reading(
 
 
 def _draw_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace arrays of floats, and arrays that are known at run time only, by drawn ones."""
+    """Replace arrays of floats, and arrays that are known at run time only, by drawn ones.
+
+    Raises:
+      CannotRead: for a number that is known at run time only.
+    """
     rng = np.random.default_rng(0)
 
     def draw(name: str, x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer) and not x.ndim:
+            raise CannotRead(f"{name} is known at run time only")
         if not isinstance(x, jax.Array | np.ndarray) or not np.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         role, traced = find_operand(name), isinstance(x, jax.core.Tracer)
@@ -435,10 +439,7 @@ def _draw_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         longest = max(np.shape(one)[axis] for one in list(arguments.values())[1:2] for axis in range(np.ndim(one)))
         return jnp.asarray(rng.integers(1, longest + 1, x.shape), x.dtype)
 
-    return {
-        name: jax.tree.map(lambda x, name=name: draw(name, x), value) if not _is_plain(value) else value
-        for name, value in arguments.items()
-    }
+    return {name: jax.tree.map(functools.partial(draw, name), value) for name, value in arguments.items()}
 
 
 def _draw_pairs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -7,10 +7,10 @@ import argparse
 from conformance.commands.command_errors import CommandParser
 
 _MUTANTS = """\
-Measure which wrong kernels your own tests let through. In the processes of your test command the function is replaced
-by correct attention, which must pass, and then by one wrong function after another, each with a fault that a real
-project had. A wrong function that gives the right results on every call of your tests is not run: the report says which
-input is lacking. For each one that passes, it names the smallest case that catches it.
+Measure which wrong kernels your own tests let through. In the processes of your test command, the function is replaced
+by correct attention, which must pass. Then it is replaced by one wrong function after another, each with a fault that a
+real project had. A wrong function that gives the right results on every call of your tests is not run: the report says
+which input is lacking. For each one that passes, it names the smallest case that catches it.
 """
 
 _EXAMPLES = """\

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -49,7 +50,7 @@ FAMILIES = tuple(dict.fromkeys(bug.family for bug in MUTANTS))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured, and how.
+    """The options of a measurement.
 
     Attributes:
       command: the command of the suite and its arguments.
@@ -85,7 +86,9 @@ def mutants(
     through: str = "",
     families: Collection[str] = (),
     every: bool = False,
+    sample: int | None = None,
     seconds: float | None = None,
+    inputs_seconds: float = 60.0,
     jobs: int = 1,
     save: str | Path | None = None,
 ) -> MutantResults:
@@ -98,7 +101,9 @@ def mutants(
         of parameters without it.
       families: the families of wrong functions to try; all if empty.
       every: whether each wrong function is tried, and not one of each kind.
+      sample: how many kinds of each family are drawn, always the same ones; all if None.
       seconds: the time after which no further one is tried.
+      inputs_seconds: for this long it is looked for what the inputs lack.
       jobs: how many suites run at once.
       save: a file that gets the results one by one; one that is there is continued.
 
@@ -114,7 +119,9 @@ def mutants(
             through=through,
             families=families,
             every=every,
+            sample=sample,
             seconds=seconds,
+            inputs_seconds=inputs_seconds,
             jobs=jobs,
             save=None if save is None else Path(save),
         )
@@ -308,7 +315,8 @@ def _run_wrong(
 
 
 def _describe(bug: PlantedBug, state: str, **more: str | float) -> MutantOutcome:
-    return MutantOutcome(bug.name, bug.family, bug.reference, state, sentence=bug.says, **more)  # type: ignore[arg-type]
+    described: dict[str, Any] = {**more, "sentence": bug.says}
+    return MutantOutcome(bug.name, bug.family, bug.reference, state, **described)
 
 
 def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest: bool) -> MutantOutcome:
@@ -316,12 +324,12 @@ def _build_outcome(bug: PlantedBug, run: SuiteRun, seen: SeenCall, *, is_pytest:
     broken = [reason for reason in run.reasons if reason.startswith("broken")]
     if broken:
         return _describe(bug, NOT_RUN, call=call, detail=broken[0], seconds=run.seconds)
+    if run.code is None:  # no test has judged it, and a slow machine is no verdict
+        return _describe(bug, NOT_RUN, call=call, detail="it ran past its time", seconds=run.seconds)
     if run.code == 0:
         return _describe(bug, PASSED, call=call, seconds=run.seconds)
-    if is_pytest and run.code not in (None, 1) and not run.first_failure:  # it could not run the tests
+    if is_pytest and run.code != 1 and not run.first_failure:  # it could not run the tests
         return _describe(bug, NOT_RUN, call=call, detail=f"pytest ended with {run.code}", seconds=run.seconds)
-    if run.code is None:
-        return _describe(bug, CAUGHT, call=call, detail="it ran past its time", seconds=run.seconds)
     return _describe(bug, CAUGHT, call=call, detail=run.first_failure or f"exit code {run.code}", seconds=run.seconds)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cases.masks import Full
 from conformance.adaptation.target import build_target
 from conformance.mutation.bugs import (
     backward,
@@ -65,14 +66,12 @@ def is_by_hand(bug: PlantedBug) -> bool:
         jax.jvp(lambda q: implementation.call(q, x, x, **_lower(implementation)), (x,), (x,))
     except TypeError:
         return True
-    except Exception:  # it fails in a call that small; then it is tried as the others
+    except Exception:  # any: it fails in a call that small; then it is tried as the others
         return False
     return False
 
 
 def _lower(implementation: Implementation) -> dict[str, Any]:
-    from cases.masks import Full
-
     static, arrays = implementation.lower_mask(Full(), 1, 1, 2, 2)
     return {**static, **arrays}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from rich.table import Table
 from conformance import environment
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
+from conformance.session.run_spec import reject_bad_job_count, reject_negative_seconds
 from reports.mutant_results import CAUGHT, NOT_RUN, PASSED, UNSEEN, MutantOutcome, MutantResults
+from reports.output_files import RECORDS
 
 
 def run_mutants(arguments: argparse.Namespace) -> int:
@@ -31,12 +34,13 @@ def run_mutants(arguments: argparse.Namespace) -> int:
         raise CannotJudge("name the function and the tests: mutants --replace=module:function -- pytest tests")
     if ":" not in arguments.replace or arguments.replace.partition(":")[0].endswith(".py"):
         raise CannotJudge(f"--replace={arguments.replace}: write module:function, as the tests import it")
-    if arguments.jobs < 1:
-        raise CannotJudge(f"--jobs={arguments.jobs}: must be at least 1")
+    _reject_bad_numbers(arguments)
+    save = None if arguments.save is None else check_writable(arguments.save, "save", RECORDS)
     page = None if arguments.report is None else check_writable(arguments.report, "report")
     tests = None if arguments.write_tests is None else Path(arguments.write_tests)
-    if tests is not None and tests.exists():
-        raise CannotJudge(f"--write-tests={tests} exists already: delete it, or name another file")
+    if tests is not None and (tests.exists() or not tests.parent.is_dir()):
+        reason = "exists already: delete it" if tests.exists() else f"cannot be written: there is no {tests.parent}"
+        raise CannotJudge(f"--write-tests={tests} {reason}, or name another file")
     options = measuring.Options(
         command=command,
         function=arguments.replace,
@@ -47,7 +51,7 @@ def run_mutants(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         inputs_seconds=arguments.inputs_seconds,
         jobs=arguments.jobs,
-        save=None if arguments.save is None else Path(arguments.save),
+        save=save,
         environment=given,
     )
     results = measuring.measure(options, say=console.print)
@@ -60,6 +64,16 @@ def run_mutants(arguments: argparse.Namespace) -> int:
     if tests is not None:
         _write_tests(results, tests, console)
     return judge_share(results, arguments.fail_under, console)
+
+
+def _reject_bad_numbers(arguments: argparse.Namespace) -> None:
+    reject_bad_job_count(arguments.jobs)
+    reject_negative_seconds("--seconds", arguments.seconds)
+    reject_negative_seconds("--inputs-seconds", arguments.inputs_seconds)
+    if arguments.sample is not None and arguments.sample < 1:
+        raise CannotJudge(f"--sample must be at least 1, got {arguments.sample}")
+    if arguments.fail_under is not None and not math.isfinite(arguments.fail_under):
+        raise CannotJudge(f"--fail-under must be a finite number, got {arguments.fail_under}")
 
 
 def judge_share(results: MutantResults, fail_under: float | None, console: Console) -> int:

@@ -22,7 +22,7 @@ _SIZES = 12  # of cases that are considered first
 _TRIED = 8  # cases on which a wrong function is tried
 _TRIED_FOR_INPUTS = 3  # likewise, to say which input is lacking
 PARAMETERS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
-"""What wrong functions may be wrong in: the parameters of a plain function that they know."""
+"""The parameters of a plain function (docs/contract.md, section 4) that the wrong functions have."""
 
 
 def list_cases(supported: Implementation) -> Sequence[Case]:
@@ -99,8 +99,7 @@ def find_smallest_case(
     Returns:
       The case, and its facts (`visibility.describe_problem`).
     """
-    wrong = bug.build()
-    possible = list_possible(bug, cases)
+    wrong, possible = bug.build(), list_possible(bug, cases)
     if known:
         facts: frozenset[str] = frozenset().union(*(call.facts for call in known))
         possible.sort(key=lambda case: len(_build_call(case).facts - facts))

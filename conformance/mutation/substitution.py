@@ -20,12 +20,14 @@ import numpy as np
 
 from cases.masks import Causal, Dense, Indexer, Mask, Window
 from conformance.mutation import mutant_list
-from conformance.mutation.calls import AttentionCall, CannotRead, Reading, find_reading, read_call
+from conformance.mutation.calls import AttentionCall, CannotRead, Reading, build_indexer, find_reading, read_call
 from impls.contract.implementation import Implementation
 
 Array = Any
 _inside = contextvars.ContextVar("_inside", default=False)
 _LARGEST = 64 * 2**20  # bytes of the operands of a call that is kept
+DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""The dtypes of queries in which calls are compared with exact results, and how cases name them."""
 _KEPT = 3  # calls kept in a process for each set of sizes and options
 
 
@@ -184,7 +186,7 @@ def _describe(x: Any) -> Any:
 
 
 class _Run:
-    """What a process of the suite knows: which function it runs in place of the true one, and where it notes calls."""
+    """Runs the function that stands for the true one in a process of the suite, and notes its calls in files."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.mode: str = settings["mode"]
@@ -236,7 +238,7 @@ class _Run:
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
-        """Attention with the parameters of a plain function (docs/contract.md, section 4).
+        """Compute attention from the parameters of a plain function (docs/contract.md, section 4).
 
         Query `i` stands at key `i + offset`. `mask` may also be a mask of `cases.masks`.
         """
@@ -244,7 +246,7 @@ class _Run:
         if window is not None:
             masks.append(Window(*window, offset))
         if mask is not None:
-            masks.append(mask if isinstance(mask, Mask) else _build_indexer(mask))
+            masks.append(mask if isinstance(mask, Mask) else build_indexer(mask))
         results = self.attend(AttentionCall(q, k, v, tuple(masks), **options), residuals=save_residuals)
         out = results.pop("out")
         return (out, results) if save_residuals else out
@@ -258,7 +260,7 @@ class _Run:
         if sum(x.size * x.dtype.itemsize for x in leaves) > _LARGEST:
             self.note("larger than 64 MiB: not compared")
             return call
-        if call.q.dtype.itemsize > 4:
+        if call.q.dtype.name not in DTYPE_NAMES:
             self.note(f"{call.q.dtype} operands: not compared")
             return call
         differentiated: set[str] = set()
@@ -319,11 +321,6 @@ def _with_arrays(call: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCal
     pairs = iter(arrays["pairs"])
     masks = tuple(Indexer(next(pairs)) if isinstance(mask, Dense) else mask for mask in call.masks)
     return dataclasses.replace(call, **{n: x for n, x in arrays.items() if n != "pairs"}, masks=masks)
-
-
-def _build_indexer(mask: Array) -> Mask:
-    array: Array = mask if isinstance(mask, jax.core.Tracer) else np.asarray(mask)
-    return Indexer(array)
 
 
 def read_recorded_calls(folder: Path) -> list[RecordedCall]:

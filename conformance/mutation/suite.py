@@ -19,7 +19,8 @@ from conformance.mutation import warm_process
 from conformance.mutation.pytest_selection import list_callers, read_events
 
 SITE = str(Path(__file__).parent / "site")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+_SUMMARY = "short test summary info"
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SuiteRun:
     @property
     def first_failure(self) -> str:
         """The first test that failed, if pytest named one."""
-        found = _FAILED.search(self.output)
+        found = _FAILED.search(self.output.rpartition(_SUMMARY)[2])
         return found[1] if found else ""
 
     @property
@@ -55,7 +56,7 @@ class SuiteRun:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether a call was replaced."""
+        """Return whether a call of the function was noted that is not left as it is."""
         return any(not event["reason"] for event in read_events(self.folder))
 
 
@@ -87,7 +88,7 @@ class Suite:
 
     @property
     def is_pytest(self) -> bool:
-        """Whether the command is pytest."""
+        """Return whether the command runs pytest."""
         words = [Path(self.command[0]).name, *self.command[1:3]]
         return "pytest" in words or "py.test" in words
 

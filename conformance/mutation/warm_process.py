@@ -6,6 +6,7 @@ replaced. No backend of JAX is started before the fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -88,7 +89,9 @@ def find_python(command: Sequence[str], path: str | None) -> tuple[str, list[str
 def serve() -> None:
     """Run pytest for each line of standard input, and print its exit code."""
     import jax  # noqa: F401  loaded before the forks
-    import pytest  # noqa: F401
+    import pytest  # noqa: F401  likewise
+
+    import conformance.mutation.substitution  # noqa: F401  likewise
 
     fork = 0
 
@@ -151,8 +154,6 @@ def _wait(fork: int, seconds: float | None) -> int | None:
 
 def _kill(fork: int) -> None:
     """End what is left of a fork's processes."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
         os.killpg(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
-    except (ProcessLookupError, PermissionError, ChildProcessError):
-        pass

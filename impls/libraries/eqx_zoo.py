@@ -1,7 +1,7 @@
 """Adapter of the attention function of eqx-zoo, on one sequence `[length, heads, depth]`.
 
 It always takes a mask, and as many key heads as query heads: `eqx_zoo.layers.attention.Attention` repeats shared ones
-(https://pypi.org/project/eqx-zoo). Logits are rounded to the operands' dtype before its softmax, which is in f32.
+(https://github.com/xquantize/eqx-zoo). Logits are rounded to the operands' dtype before its softmax, which is in f32.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from conformance.mutation import mutant_list
 from conformance.mutation.calls import CannotRead, Reading, find_reading, read_call
 from tests.adaptation.foreign import STYLES, make_foreign
 
+# Both results are rounded in f32: 24 keys and a depth of 8, logits and values below 8, a few roundings in each sum.
+_ROUNDING = (24 + 8) * 8 * 2.0**-24
 _ORDERS = {"BTNH": (0, 1, 2, 3), "BNTH": (0, 2, 1, 3), "TBNH": (1, 0, 2, 3)}
 
 
@@ -61,7 +63,7 @@ def test_foreign_calls_give_what_their_readings_say(style: str, options: dict[st
     assert reading.is_whole
     for array, output in zip(returned, reading.outputs, strict=True):
         assert output is not None
-        np.testing.assert_allclose(output.write(results, array), array, atol=2e-5)
+        np.testing.assert_allclose(output.write(results, array), array, atol=_ROUNDING)
 
 
 def test_what_is_no_attention_is_not_read() -> None:
@@ -82,3 +84,26 @@ def test_an_option_that_the_contract_lacks_is_named() -> None:
     assert _read(attention, q, q, q, block_q=64)[0].layout == "BTNH"
     with pytest.raises(CannotRead, match="dropout_rate is no operand of the contract"):
         _read(attention, q, q, q, dropout_rate=0.1)
+
+
+def test_ids_are_drawn_and_a_number_is_not_read_where_they_are_known_at_run_time_only() -> None:
+    def attention(q: Any, k: Any, v: Any, segment_ids: Any = None, causal: Any = False) -> Any:
+        kept = segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+        kept = kept & (jnp.tril(jnp.ones(kept.shape[2:], bool)) | jnp.logical_not(causal))
+        return jax.nn.dot_product_attention(q, k, v, mask=kept)
+
+    q = _draw("BTNH")[1]
+    read: list[Reading] = []
+
+    def run(ids: Any, causal: Any) -> Any:
+        with jax.core.eval_context():
+            drawn = {"q": q, "k": q, "v": q, "segment_ids": (ids, ids), "causal": causal}
+            right = mutant_list.build_right(by_hand=True)
+            read.append(find_reading(lambda named: attention(**named), drawn, {"segment_ids": None}, right))
+        return ids
+
+    ids = jnp.zeros(q.shape[:2], int)
+    jax.jit(lambda ids: run(ids, True))(ids)
+    assert read[0].layout == "BTNH"
+    with pytest.raises(CannotRead, match="causal is known at run time only"):
+        jax.jit(run)(ids, True)

@@ -75,6 +75,16 @@ def test_what_cannot_be_measured_is_said(folder: Path) -> None:
     never = _run("--replace=flash:flash_attention", "--", sys.executable, "-c", "pass")
     assert (never.returncode, "never calls flash:flash_attention" in never.stderr) == (2, True)
     assert _run("--replace=flash.py:flash_attention", "--", "pytest").returncode == 2
+    for wrong, said in (
+        ("--fail-under=nan", "--fail-under must be a finite number"),
+        ("--seconds=-1", "--seconds must not be negative"),
+        ("--jobs=0", "--jobs must be at least 1"),
+        ("--sample=0", "--sample must be at least 1"),
+        ("--save=no_folder/found.jsonl", "--save=no_folder/found.jsonl cannot be written"),
+        ("--write-tests=no_folder/test_missed.py", "there is no no_folder"),
+    ):
+        refused = _run("--replace=flash:flash_attention", wrong, "--", sys.executable, "check.py")
+        assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
     family = _run("--replace=flash:flash_attention", "--family=sink", "--", sys.executable, "check.py")
     assert (family.returncode, "no family 'sink'" in family.stderr) == (2, True)
 

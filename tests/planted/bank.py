@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.mutation.bugs import (
-    backward,
-    bias,
-    blocks,
-    cotangents,
-    empty_rows,
-    epilogue,
-    heads,
-    masks,
-    online,
-    operands,
-    precision,
-    residuals,
-    scale,
-    segments,
-    sinks,
-    soft_cap,
-    softmax,
-    sums,
-    tails,
-    windows,
-)
+from conformance.mutation.mutant_list import MUTANTS
 from conformance.sensitivity import detection_table
 from tests.bank import PlantedBug, detection_results
 from tests.planted.beyond.bank import BEYOND
@@ -65,31 +44,11 @@ from tests.planted.serving import (
 )
 
 _MODULES = (
-    soft_cap,
-    sinks,
-    scale,
-    bias,
     alibi,
     logit_scale,
     functions,
-    masks,
-    windows,
-    segments,
-    empty_rows,
-    heads,
-    softmax,
-    residuals,
-    precision,
     below_rounding,
-    online,
     far_values,
-    epilogue,
-    blocks,
-    tails,
-    sums,
-    operands,
-    backward,
-    cotangents,
     transformation_bugs,
     first_minute,
     laws,
@@ -127,6 +86,7 @@ _BEYOND = (
 )
 
 BANK: tuple[PlantedBug, ...] = (
+    *MUTANTS,  # of dense attention
     *(bug for module in _MODULES for bug in module.BUGS),
     *(bug for bug in BEYOND if bug.name in _BEYOND),
 )
