@@ -3,10 +3,9 @@
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The components, between slashes, are: phase, dtype, shape, mask; then the optional operands that the case has, in the
-  order of
-`cases.operand_registry.OPTIONAL`; then the storage form (`cases.storage_forms`) and the front end (`cases.front_ends`)
-if the case has them; then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a
-shell and pytest's `-k` take them unquoted.
+order of `cases.operand_registry.OPTIONAL`; then dropout (`cases.dropout_cases`), the storage form
+(`cases.storage_forms`) and the front end (`cases.front_ends`) if the case has them; then the value distribution and the
+seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import dataclasses
 import functools
 import math
 from typing import Any
+
+import numpy as np
 
 from cases import front_ends, mask_spec, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
@@ -41,6 +42,8 @@ class Case(CaseFields):
             _check_operand(operand, getattr(self, operand.field))
         if self.kv_cache is not None and self.phase == "train":
             raise CaseIdError(f"{self.kv_cache} is a cache: phase must be 'prefill' or 'decode', got 'train'")
+        if self.dropout_rate is not None:
+            self._check_dropout(self.dropout_rate)
         if self.score == score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
@@ -61,6 +64,13 @@ class Case(CaseFields):
                 form_registry.FORMS[spec.form].check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
         except ValueError as error:
             raise CaseIdError(str(error)) from error
+
+    def _check_dropout(self, rate: float) -> None:
+        """Raise `CaseIdError` unless weights may be dropped at this rate in this case."""
+        if not 0 < rate < 1:
+            raise CaseIdError(f"the dropout rate must be above 0 and below 1, got {rate}")
+        if self.storage is not None or self.front_end is not None or self.kv_cache is not None:
+            raise CaseIdError("dropout is judged on dense operands only, without a cache and a front end")
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -103,6 +113,8 @@ class Case(CaseFields):
         components = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
         components += [operand.write(value) for operand, value in values if value != operand.absent]
+        if self.dropout_rate is not None:
+            components.append(f"dropout{np.format_float_positional(self.dropout_rate, trim='-')}")
         if self.storage is not None:
             components.append(self.storage)
         if self.front_end is not None:
@@ -133,6 +145,8 @@ class Case(CaseFields):
         if spec is not None:
             found.append(spec.form)
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
+        if self.dropout_rate is not None:
+            found.append("dropout")
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
         if self.q_length != self.kv_length and is_dense:
@@ -168,6 +182,7 @@ FEATURES: dict[str, str] = {
     "mqa": "all query heads share one key/value head",
     **mask_spec.FEATURES,
     **{operand.name: operand.description for operand in REMOVABLE},
+    "dropout": "weights dropped at random, by a key",
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
     **form_registry.FEATURES,
@@ -184,6 +199,7 @@ OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURE
 
 OPT_IN = (
     mask_spec.OPT_IN
+    | {"dropout"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)

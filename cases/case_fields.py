@@ -49,6 +49,7 @@ class CaseFields:
     alibi: bool = False
     score: str | None = None
     logit_scale: bool = False
+    dropout_rate: float | None = None
     storage: str | None = None
     front_end: str | None = None
     distribution: str = "normal"
@@ -73,6 +74,9 @@ class CallOperands:
     than `T` queries. If `tied`, the values are the first `V` coordinates of k, whatever v was given, and the gradient
     of k includes that of the values. The terms of the operands `terms_after_cap` are added after the soft cap, which
     does not limit them; all other terms are added before it.
+
+    With `dropout_rate`, an implementation drops weights at random (docs/contract.md, section 2). Which it drops is not
+    known before it is called: `kept_pairs` is None until then.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -88,6 +92,9 @@ class CallOperands:
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
     logit_scale: np.ndarray | None = None  # [N]
+    dropout_rate: float | None = None
+    dropout_key: np.ndarray | None = None  # uint32 [2]
+    kept_pairs: np.ndarray | None = None  # booleans [B, N, T, S]
     storage: Storage | None = None
     tied: bool = False
     terms_after_cap: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from cases.operand_registry import OPTIONAL
 from cases.storage_forms import form_registry
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
+_DROPOUT = re.compile(r"dropout(\d+(?:\.\d+)?)")
 _FRONT_END = re.compile(r"front-([a-z0-9-]+)")
 _SEED = re.compile(r"s(\d+)")
 _LONGEST = 4000  # most characters of an id; Python refuses to parse integers of more than 4,300 digits
@@ -24,7 +25,8 @@ def parse_case_id(text: str) -> Case:
     if len(components) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(components)} components, at least 6 are needed: phase/dtype/shape/"
-            f"mask/[{'/'.join(one.form for one in OPTIONAL)}/{form_registry.SYNTAX}/front-STEPS/]distribution/sSEED"
+            f"mask/[{'/'.join(one.form for one in OPTIONAL)}/dropoutP/{form_registry.SYNTAX}/front-STEPS/]"
+            "distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = components
     sizes = _SHAPE.fullmatch(shape)
@@ -62,12 +64,16 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
+    if found := _DROPOUT.fullmatch(option):
+        return "dropout_rate", float(found[1])
     if form_registry.read_storage(option) is not None:
         return "storage", option
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
     known = [one for operand in OPTIONAL for one in operand.id_components]
-    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {form_registry.SYNTAX}, front-STEPS")
+    raise CaseIdError(
+        f"{option!r} in {text!r} is none of {', '.join(known)}, dropoutP, {form_registry.SYNTAX}, front-STEPS"
+    )
 
 
 def matches_query(query: str, case_id: str) -> bool:

@@ -23,6 +23,11 @@ def _draw_raw(seed: int, stream: str, count: int) -> np.ndarray:
     return np.random.Philox(key=key).random_raw(count)
 
 
+def draw_words(seed: int, stream: str, count: int) -> np.ndarray:
+    """Draw `count` random 32-bit words, uint32."""
+    return _draw_raw(seed, stream, -(-count // 2)).astype("<u8").view("<u4").astype(np.uint32)[:count]
+
+
 def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> np.ndarray:
     """Draw integers in `[0, high)`, int64; `high` must be small against 2**64, or the modulo is biased."""
     raw = _draw_raw(seed, stream, math.prod(shape))

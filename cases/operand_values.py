@@ -19,7 +19,7 @@ import numpy as np
 from cases import distributions, front_ends, mask_spec, quantization
 from cases.case import Case
 from cases.case_fields import CallOperands
-from cases.counter_rng import draw_normal
+from cases.counter_rng import draw_normal, draw_words
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPERANDS, OPTIONAL, POSITIONAL
 from cases.storage_forms.form_registry import FORMS
@@ -136,9 +136,16 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         v=v,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
+        dropout_rate=case.dropout_rate,
+        dropout_key=None if case.dropout_rate is None else draw_dropout_key(case),
         storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
+
+
+def draw_dropout_key(case: Case, number: int = 0) -> np.ndarray:
+    """Draw the words of a JAX key, uint32 `[2]`; each `number` gives another key."""
+    return draw_words(case.seed, f"dropout_key{number or ''}", 2)
 
 
 def _has_tied_values(case: Case) -> bool:

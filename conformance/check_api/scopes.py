@@ -18,6 +18,7 @@ from cases.algorithm_cases import select_algorithm_cases
 from cases.case import Case
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
+from cases.dropout_cases import select_dropout_cases
 from cases.ensemble_cases import select_ensemble_cases
 from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
@@ -175,7 +176,7 @@ GRID = Scope(
     name="grid",
     about="every case of the covering grids",
     cases=_list_grid_cases,
-    contains=lambda grids, case: True,
+    contains=lambda grids, case: case.dropout_rate is None,
     accepts_any_case=_accept_any,
     short=True,
 )
@@ -217,6 +218,12 @@ FRONT = Scope(
     about="cases whose operands come out of a model's front end",
     cases=lambda grids: select_front_end_cases(grids.level, grids.seed, grids.implementation.supports),
     contains=lambda grids, case: bool(case.steps),
+)
+DROPPED = Scope(
+    name="dropped",
+    about="cases in which weights are dropped at random",
+    cases=lambda grids: select_dropout_cases(grids.level, grids.seed, grids.implementation.supports),
+    contains=lambda grids, case: case.dropout_rate is not None,
 )
 ENSEMBLE = _build_scope(
     "ensemble",
@@ -271,6 +278,6 @@ FEATURE = _build_scope(
 
 SCOPES = (
     *(GRID, FIRST, SEARCHED, EXACT, COMBINED, BASE, DECODED),
-    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
+    *(FRONT, DROPPED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

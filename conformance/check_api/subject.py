@@ -96,6 +96,12 @@ class Subject:
         vars(other).update({name: value for name, value in vars(self).items() if name in kept})
         return other
 
+    def with_problem(self, problem: Problem) -> Subject:
+        """Return a copy whose case has this problem, which differs from its own in `kept_pairs` only."""
+        other = dataclasses.replace(self)
+        vars(other)["problem"] = problem
+        return other
+
     @functools.cached_property
     def problem(self) -> Problem:
         """The operands and the mask of the case."""

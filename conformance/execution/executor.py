@@ -224,6 +224,8 @@ class Executor:
         # An opt-in operand is passed only if the problem has it: other calls need not have a parameter for it.
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
+        if problem.dropout_rate is not None:
+            statics["dropout_rate"], extra = problem.dropout_rate, {**extra, "dropout_key": problem.dropout_key}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.kv_scales is not None and problem.has_whole_scales:
             statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))

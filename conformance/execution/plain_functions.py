@@ -48,7 +48,9 @@ from impls.contract.declarations import (
 from impls.contract.implementation import Implementation
 
 _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
-_OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+_DROPOUT = ("dropout_rate", "dropout_key")  # parameters of dropout, which a function has both or none of
+_OPTIONS: tuple[str, ...] = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE))
+_OPTIONS += (*_DROPOUT, "save_residuals")
 
 
 _NONE = re.compile(r"\bNone(Type)?\b")
@@ -133,7 +135,10 @@ def build_implementation(
         call=call,
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(parameters, others), **(declaration.unsupported or {})},
-        offers=OPT_IN.intersection(has) | (parameters & {"moba"}) | plain_storage.find_scale_features(parameters, form),
+        offers=OPT_IN.intersection(has)
+        | (parameters & {"moba"})
+        | ({"dropout"} if parameters.issuperset(_DROPOUT) else set())
+        | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             parameters,
             declaration.causal,
@@ -340,7 +345,7 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *plain_storage.SCALE_PARAMETERS})
+        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT, *plain_storage.SCALE_PARAMETERS})
     return named
 
 

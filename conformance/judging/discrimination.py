@@ -79,7 +79,12 @@ def count_undecided_rows(problem: Problem) -> tuple[int, int]:
 
 
 def compute_margins(subject: Subject) -> dict[str, float]:
-    """Compute the margin of each null result that differs from the true result on this case. Results are cached."""
+    """Compute the margin of each null result that differs from the true result on this case. Results are cached.
+
+    Dropout is left out: which weights are dropped is not known before the implementation is called.
+    """
+    if subject.case.dropout_rate is not None:
+        subject = dataclasses.replace(subject, case=dataclasses.replace(subject.case, dropout_rate=None))
     key = (
         "margins",
         (subject.problem, subject.implementation.arithmetic, subject.empty_rows, subject.cotangents),

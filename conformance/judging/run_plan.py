@@ -232,7 +232,10 @@ def plan_case(
         scope
         for scope in SCOPES
         if scope.supported == supported
-        and ((are_named and scope.accepts_any_case(implementation)) or scope.contains(grids, case))
+        and (
+            (are_named and case.dropout_rate is None and scope.accepts_any_case(implementation))
+            or scope.contains(grids, case)
+        )
     ]
     case_checks = tuple(check for check in chosen if check.scope in scopes)
     # An unsupported case is planned whichever checks are named, so that a record gives the reason.

@@ -34,6 +34,7 @@ SOURCES = {
     "exponent": "storing, shifting and exponentiating logits, in f32",
     "cap": "the tanh of the soft cap and its slope, in f32",
     "probabilities": "rounding probabilities to the operands' dtype",
+    "dropout": "the factor of dropout and its product with a weight",
     "sums": "sums over keys, queries and the depth of values, in f32",
     "block_sums": "rounding sums after each block, as declared",
     "group_sums": "rounding sums over the heads of a group, as declared",

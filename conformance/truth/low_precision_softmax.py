@@ -20,6 +20,9 @@ after term `t`, and `r_t` the number of roundings of the term itself.
     dq    + s [Q(e k) + share |sum_j dz k| + err D |k'|]
     dk    + s Q([e + row] q)       dv + Q(p (off + share + 2u) do)
 
+With dropout, `k` is the factor of a probability, and dp includes it. Its two roundings are shared by all pairs, and its
+product rounds for each pair: `out + 2u |out| + Q(u p k v)`, `dz + 2u |p (dp - D)|` and `rnd + u p |dp|`.
+
 Quadrature needs small errors. If the logits of a row may be off by so much that its weights change by half or more
 (`sum_j p expm1(off)`), its errors are added by magnitude instead, with `err(p)` at most `max(p, 1 - p)`.
 """
@@ -89,13 +92,22 @@ class LowPrecisionSoftmax:
         return cls(group, u.softmax, off, share, np.minimum(p, np.maximum(group.p, 1 - group.p)), small)
 
     @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return not isinstance(self.group.dropout, float)
+
+    @property
     def out(self) -> Array:
         """What the softmax adds to the error of `out`, `[G, T, V]`."""
         group, by_pair = self.group, self._squares(self.p)
         p2, v2, out2 = group.averaging**2, group.v**2, group.out**2
-        moved = by_pair @ v2 - 2 * group.out * (by_pair @ group.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
-        found = np.sqrt(2 * np.maximum(moved, 0.0)) + self._magnitudes(self.p) @ np.abs(group.v)
-        rounded = 2 * self.u * np.abs(group.out) + self.u * np.sqrt(2 * (p2 @ v2))
+        dropped = group.drop(by_pair)
+        moved = (
+            group.drop(dropped) @ v2 - 2 * group.out * (dropped @ group.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
+        )
+        found = np.sqrt(2 * np.maximum(moved, 0.0)) + group.drop(self._magnitudes(self.p)) @ np.abs(group.v)
+        rounded = (2 + 2 * self.drops) * self.u * np.abs(group.out)
+        rounded = rounded + (1 + self.drops) * self.u * np.sqrt(2 * (p2 @ v2))
         return found + rounded + (group.p_sink * self.share)[..., None] * np.abs(group.out)
 
     def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
@@ -110,7 +122,9 @@ class LowPrecisionSoftmax:
         group, u = self.group, self.u
         r = dp - d[..., None] + dlse[..., None]
         dz = group.p * r
-        pair = self.p * np.abs(r) + u * (group.p * (2 * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz))
+        pair = self.p * np.abs(r) + u * (
+            group.p * ((2 + self.drops) * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz)
+        )
         err_d = u * np.abs(d) + self.share * np.abs(d)
         by_key = (self.p + 2 * u * group.p) * np.abs(dp)
         err_d = err_d + np.where(self.small, _sum_in_quadrature(by_key), by_key.sum(axis=-1))
@@ -121,10 +135,18 @@ class LowPrecisionSoftmax:
         pair, row = g * (pair + u * np.abs(dz)) + err_g * (np.abs(dz) + pair + row), g * row
         shared = self.share[..., None] * np.abs((g * dz) @ group.k) + err_d[..., None] * np.abs((g * group.p) @ group.k)
         dq = np.sqrt(2 * (self._squares(pair) @ group.k**2)) + self._magnitudes(pair) @ np.abs(group.k) + shared
-        both, p_both = pair + row, self.p + group.averaging * (self.share[..., None] + 2 * u)
+        both = pair + row
+        p_both = group.drop(self.p) + group.averaging * (self.share[..., None] + (2 + self.drops) * u)
         dk = self._over_rows(both, group.q)
         dv = self._over_rows(p_both, do)
         err_dsink = group.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + group.p_sink * err_d
+        if self.drops:  # the factor of dropout is off by the same share in all rows
+            moved = group.p * (dp - d[..., None])
+            dq = dq + 2 * u * np.abs((g * moved) @ group.k)
+            dk = dk + 2 * u * np.abs((g * moved).transpose(0, 2, 1) @ group.q)
+            dv = dv + 2 * u * np.abs(group.averaging.transpose(0, 2, 1) @ do)
+            both, err_dz = both + 2 * u * np.abs(g * moved), err_dz + 2 * u * np.abs(moved)
+            err_dsink = err_dsink + 2 * u * group.p_sink * np.abs(d)
         return SoftmaxGradientErrors(group.abs_scale * dq, group.abs_scale * dk, dv, both, err_dz, err_dsink)
 
     def _squares(self, x: Array) -> Array:

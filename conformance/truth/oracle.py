@@ -73,6 +73,8 @@ class HeadGroup:
       fixed_scale: factor of the products of queries and keys that is the same for all heads.
       head_factors: further factors, one for each query head, `[G, 1, 1]`, by the name of the operand.
       empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
+      dropout: the factors of the probabilities, `[G, T, S]`: 0 where dropped, else `1 / (1 - rate)`; the number 1
+        without dropout.
     """
 
     batch: int
@@ -89,6 +91,7 @@ class HeadGroup:
     fixed_scale: float
     head_factors: Mapping[str, Array]
     empty_rows: EmptyRows
+    dropout: Array | float = 1.0
 
     @functools.cached_property
     def scale(self) -> Any:
@@ -179,7 +182,12 @@ class HeadGroup:
 
     @functools.cached_property
     def averaging(self) -> Array:
-        """Weights of the values in `out`, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
+        """Weights of the values in `out`, `[G, T, S]`: `undropped` times the factors of dropout."""
+        return self.drop(self.undropped)
+
+    @functools.cached_property
+    def undropped(self) -> Array:
+        """Weights before dropout, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
 
         With a sink above -inf, the weights of an empty row are zero, since its sink takes all the weight.
         """
@@ -197,7 +205,7 @@ class HeadGroup:
 
     def only(self, rows: Array) -> HeadGroup:
         """Return the group reduced to some queries, given by their indices."""
-        found = {name: getattr(self, name) for name in ("q", "allowed", "soft_cap")}
+        found = {name: getattr(self, name) for name in ("q", "allowed", "soft_cap", "dropout")}
         cut: dict[str, Any] = {name: x[:, rows] for name, x in found.items() if isinstance(x, np.ndarray)}
         for name in ("terms", "later_terms"):
             kept = (dataclasses.replace(term, value=term.value[:, rows]) for term in getattr(self, name))
@@ -213,8 +221,12 @@ class HeadGroup:
         return dataclasses.replace(self, head_factors=factors, terms=(), later_terms=())
 
     def dp(self, do: Array) -> Array:
-        """Compute `dp_ij = <do_i, v_j>`, `[G, T, S]`, from a cotangent `do [G, T, V]`."""
-        return do @ self.v.T
+        """Compute the cotangent of `p`, `<do_i, v_j>` times the factor of dropout, `[G, T, S]`, from `do [G, T, V]`."""
+        return self.drop(do @ self.v.T)
+
+    def drop(self, x: Array) -> Array:
+        """Multiply an array `[G, T, S]` by the factors of dropout, or return it unchanged without dropout."""
+        return x if isinstance(self.dropout, float) else x * self.dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +268,9 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
     k = np.where(dead, 0, problem.keys)
     v = problem.values if mean_needs_v else np.where(dead, 0, problem.values)
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
+    kept = None if problem.kept_pairs is None else np.broadcast_to(problem.kept_pairs, full)
+    if problem.dropout_rate is not None and kept is None:
+        raise ValueError("a problem with a dropout rate needs `kept_pairs`: which weights the implementation keeps")
     for b in range(batch):
         for h in range(num_kv_heads):
             heads = slice(h * group_size, (h + 1) * group_size)
@@ -274,6 +289,7 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
                 fixed_scale=problem.effective_scale,
                 head_factors={name: x[heads, None, None] for name, x in problem.head_factors.items()},
                 empty_rows=empty_rows,
+                dropout=1.0 if kept is None else kept[b, heads] / (1 - (problem.dropout_rate or 0.0)),
             )
 
 
@@ -319,7 +335,7 @@ def compute_backward(
         dp = group.dp(do_group)
         p, p_sink, averaging = group.p, group.p_sink, group.averaging
         if form == "vanilla":
-            d = (averaging * dp).sum(axis=-1)
+            d = (group.undropped * dp).sum(axis=-1)
         else:
             out, lse = group.out, group.logsumexp
             if saved is not None:
@@ -329,7 +345,7 @@ def compute_backward(
             shift = np.where(np.isfinite(lse), lse, 0.0)[..., None]
             with np.errstate(over="ignore"):  # a wrong kernel may have saved any logsumexp
                 p = np.exp(np.where(group.allowed, group.z - shift, -np.inf))
-                averaging = np.where(group.allowed.any(axis=-1, keepdims=True), p, averaging)
+                averaging = np.where(group.allowed.any(axis=-1, keepdims=True), group.drop(p), averaging)
                 p_sink = group.weigh_sinks(lse)
         dz = p * (dp - d[..., None] + dlse_group[..., None])
         dx = group.cap_derivative * dz
@@ -443,3 +459,13 @@ def _add_broadcast(total: Array, group: HeadGroup, dx: Array, rows: Rows) -> Non
 def _replace_infinite(lse: Array) -> Array:
     """Replace entries that are not finite by 0."""
     return np.where(np.isfinite(lse), lse, 0.0)
+
+
+def compute_weights(problem: Problem, empty_rows: EmptyRows = "zero") -> Array:
+    """Compute the weights of the values before dropout, `[B, N, T, S]`."""
+    problem = dataclasses.replace(problem, dropout_rate=None, kept_pairs=None)
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    weights = np.empty((batch, num_q_heads, q_length, problem.k.shape[1]))
+    for group in iter_head_groups(problem, empty_rows):
+        weights[group.batch, group.heads] = group.undropped
+    return weights

@@ -35,6 +35,9 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
                with dz for dx, whose error lacks g and err(g), if the bias is added after the cap
     E(df)    = 2 sqrt(sum_{b,i} (sum_j [err(dx) |y| + |dx| err(y)])^2) + gamma(BTS) sum |dx y| + u |df|
                for a factor f of each query head; y = x / f without added terms is the logit without f
+    with dropout, factors k of the probabilities: err(p) k and p k for err(p) and p in E(out) and E(dv), dp k for dp in
+               D and dx, and there u_drop (3u, or 3u of the operands' dtype with such logits) more, for the difference
+               1 - rate, the factor and its product
     E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         if the values are the first coordinates of the keys
 
 These terms go beyond the usual first-order bound, for these reasons:
@@ -250,14 +253,15 @@ class _ForwardErrors:
             below = np.abs(group.sinks[:, None] - group.logsumexp)
             err_sink = group.p_sink * np.expm1(np.minimum(err_l + u.exponent * (sink + below + 2), 50.0))
         err_p = _bound_probability_errors(group, err_z + err_l[..., None] + 2 * u.exponent)
-        rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.bound_block_sums(keys)
-        added = rounding * group.averaging + u.tiny * group.allowed
-        err_out = (err_p + added) @ np.abs(group.v)
+        rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.bound_block_sums(keys) + u.dropout
+        added = rounding * group.averaging + u.tiny * (group.allowed & (group.dropout != 0))
+        err_out = (group.drop(err_p) + added) @ np.abs(group.v)
         if u.coarse:
             fine_p = _bound_probability_errors(
                 group, fine + (err_l - (group.p * off).sum(axis=-1))[..., None] + 2 * u.exponent
             )
-            err_out = np.minimum(err_out, (fine_p + added) @ np.abs(group.v) + _bound_out_shift(group, off))
+            fine_out = (group.drop(fine_p) + added) @ np.abs(group.v)
+            err_out = np.minimum(err_out, fine_out + _bound_out_shift(group, off))
             err_out = err_out + _bound_coarse_products(u, np.abs(group.out), group.averaging**2 @ group.v**2)
         if (narrow := LowPrecisionSoftmax.of(group, u)) is not None:
             err_out, err_l = err_out + narrow.out, err_l + narrow.share
@@ -289,7 +293,8 @@ def _bound_out_shift(group: HeadGroup, off: Array) -> Array:
     """Bound the error of `out`, `[G, T, V]`, if logits are off by `off [G, T, S]`: by Cauchy-Schwarz over the keys."""
     grown = np.expm1(np.minimum(off, 50.0))
     size = np.sqrt((group.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((group.p * off).sum(axis=-1), 50.0))
-    variance = group.p @ group.v**2 - (group.p @ group.v) ** 2
+    kept = group.drop(group.p)
+    variance = group.drop(kept) @ group.v**2 - (kept @ group.v) ** 2
     return size[..., None] * np.sqrt(np.maximum(variance, 0.0))
 
 
@@ -380,15 +385,16 @@ class _BackwardErrors:
         keys, v_depth = group.v.shape
         p, abs_do = group.p, np.abs(do)
         dp = group.dp(do)
-        d = (group.averaging * dp).sum(axis=-1)
+        d = (group.undropped * dp).sum(axis=-1)
         r = dp - d[..., None] + dlse[..., None]
         dz = p * r
         dx = group.cap_derivative * dz
-        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(group.v).T) + u.probabilities * np.abs(dp)
+        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(group.v).T)
         if u.coarse:
-            err_dp = err_dp + _bound_coarse_products(u, np.abs(dp), do**2 @ (group.v**2).T)
+            err_dp = err_dp + _bound_coarse_products(u, np.abs(do @ group.v.T), do**2 @ (group.v**2).T)
         if errors.operands is not None:
             err_dp = err_dp + abs_do @ errors.operands.v.T
+        err_dp = group.drop(err_dp) + (u.probabilities + u.dropout) * np.abs(dp)
         err_d = ((errors.p + (u.probabilities + u.gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
         err_d += (((u.out + u.gamma(v_depth)) * np.abs(group.out) + u.tiny) * abs_do).sum(axis=-1)
         shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
@@ -461,7 +467,8 @@ def _add_gradients(
     if errors.operands is not None:
         err_dk = err_dk + _sum_scaled(group, abs_dx.transpose(0, 2, 1) @ errors.operands.q)
         err_dq = err_dq + group.abs_scale * (abs_dx @ errors.operands.k)
-    err_pv = errors.p + (u.probabilities + u.products + terms) * group.averaging + u.tiny * back.live
+    rounding = u.probabilities + u.products + terms + u.dropout
+    err_pv = group.drop(errors.p) + rounding * group.averaging + u.tiny * (back.live & (group.dropout != 0))
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
     if u.coarse:
         dx2 = group.scale**2 * back.dx**2

@@ -38,6 +38,7 @@ class Roundoff:
     out: float  # rounding results to the operands' dtype
     bias: float  # rounding dbias to the dtype of the bias
     cache: float  # rounding keys and values after they are multiplied by the scales of a quantised cache
+    dropout: float  # rounding `1 / (1 - rate)` and its product with a weight; 0 without dropout
     tiny: float  # absolute error by underflow in the operands' dtype
     depth: float = U  # rounding the sum of a logit over the head dimension
     exponent: float = U  # rounding logits when they are stored, shifted and exponentiated
@@ -73,6 +74,9 @@ class Roundoff:
             out=u_in,
             bias=UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
             cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
+            dropout=0.0
+            if problem.dropout_rate is None
+            else 3 * max(U, below if arithmetic.logits == "input" and not in_input else 0.0),
             tiny=_TINY[dtype],
         )
 
@@ -102,6 +106,7 @@ class Roundoff:
             out=U,
             bias=U,
             cache=declared.cache,
+            dropout=declared.dropout,
             tiny=_TINY["f32"],
             depth=max(in_softmax, declared.logits),
             exponent=max(in_softmax, declared.logits),

@@ -25,6 +25,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 _ATTRIBUTE = "__attention_conformance__"
 
 BehindMask = Literal["any", "finite"]
+DropoutMask = Literal["places", "shape", "blocks"]
 CausalFrom = Literal["start", "end"]
 EmptyRows = Literal["undefined", "zero", "mean"]
 NegativeIds = Literal["ids", "padding"]
@@ -189,9 +190,25 @@ class Behaviour:
         "`memory` then tests",
     )
 
+    dropout_mask: DropoutMask = declared(
+        "shape",
+        'what decides, beside the key, whether a weight is dropped: `"places"` if only its batch row, head, query and '
+        'key do, so that it does not depend on the sizes of the call; `"shape"` if the sizes do too; `"blocks"` if '
+        "block sizes do",
+        loosens='with `"blocks"`, variants with other block sizes may drop other weights',
+    )
+    dropout_shared: Collection[str] = declared(
+        (),
+        'the axes, such as `("batch", "heads")`, along which all weights are dropped alike',
+        loosens="masks need not differ along these axes, and must be equal there",
+    )
+
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
+        if unknown := sorted(set(self.dropout_shared) - {"batch", "heads"}):
+            raise ValueError(f"dropout_shared names 'batch', 'heads' or both, got {unknown[0]!r}")
+        object.__setattr__(self, "dropout_shared", tuple(sorted(self.dropout_shared)))
         object.__setattr__(self, "unordered_sums", tuple(name for name in GRADIENTS if name in self.unordered_sums))
 
 
@@ -294,6 +311,8 @@ class Declarations(TypedDict, total=False):
     empty_rows: EmptyRows
     behind_mask: BehindMask
     unordered_sums: Collection[str]
+    dropout_mask: DropoutMask
+    dropout_shared: Collection[str]
     memory: Literal["linear"] | None
     causal: CausalFrom
     refuses: Refuses
