@@ -22,7 +22,7 @@ _QUICK: tuple[dict[str, Any], ...] = (
     {"q_length": 40, "kv_length": 168, "num_q_heads": 4, "num_kv_heads": 1, "mask": "window-l31-r0-o128"}
     | {"segments": "seg", "dropout_rate": 0.5, "v_head_dim": 48},
     {"dtype": "f16", "mask": "causal", "num_q_heads": 6, "bias": "biashead", "dropout_rate": 0.9},
-    {"q_length": 256, "kv_length": 256, "dropout_rate": 0.001},
+    {"dtype": "bf16", "q_length": 256, "kv_length": 256, "dropout_rate": 0.001},
 )
 _MORE: tuple[dict[str, Any], ...] = (
     _GROUPED | {"dtype": "bf16", "dropout_rate": 0.3, "mask": "dense-d60", "sinks": True},

@@ -22,6 +22,7 @@ from tests.planted.features import (
     caches,
     context,
     decode,
+    dropout,
     front,
     functions,
     logit_scale,
@@ -46,6 +47,7 @@ from tests.planted.serving import (
 _MODULES = (
     alibi,
     logit_scale,
+    dropout,
     functions,
     below_rounding,
     far_values,
