@@ -57,7 +57,7 @@ def compute_tails(counts: np.ndarray, places: np.ndarray, probability: float) ->
       places: among how many independent places, in the same shape.
       probability: the probability of the event at each place.
     """
-    counts, places = np.asarray(counts, np.float64), np.asarray(places, np.float64)
+    counts, places = np.asarray(counts, np.float64), np.asarray(places, np.int64)
     below = np.where(places > 0, bdtr(counts, np.maximum(places, 1), probability), 1.0)
     above = np.where((places > 0) & (counts > 0), bdtrc(counts - 1, np.maximum(places, 1), probability), 1.0)
     return np.minimum(2 * np.minimum(below, above), 1.0)

@@ -1,0 +1,110 @@
+"""The check `dropout` sees which weights a kernel drops, passes correct kernels, and fails the planted ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from cases.case import Case
+from cases.case_id import parse_case_id
+from cases.dropout_cases import select_dropout_cases
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.check_api.subject import Subject
+from conformance.checks.dropout import _Masks
+from conformance.execution.executor import Executor
+from conformance.execution.plain_functions import build_implementation
+from conformance.truth import oracle
+from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.implementation import Implementation
+from reports.records import FAIL, PASS
+from tests.checks.test_checks import judge
+from tests.planted.features.dropout import BUGS
+from tests.planted.planting import dropped
+
+CASE = parse_case_id("train/f32/B2.T24.S32.N2.K1.H16.V32/causal-o8/softcap2/sinks/bias/dropout0.25/normal/s1")
+ARRAYS, COUNTERS = dropped.Steps(), dropped.Steps(draw=None)
+
+
+def build(steps: dropped.Steps, **declared: Any) -> Implementation:
+    return dropped.build("kernel", steps, by_hand=steps.draw is None, **declared)
+
+
+def find_red(implementation: Implementation, case: Case = CASE) -> set[str]:
+    return {one.observable for one in judge(implementation, case.id, "dropout") if one.verdict == FAIL}
+
+
+def test_gradients_of_the_oracle_are_derivatives_of_its_forward_pass() -> None:
+    problem, drawn = draw_problem(CASE), draw_cotangent(CASE)
+    rng = np.random.default_rng(0)
+    problem = dataclasses.replace(problem, kept_pairs=rng.random((2, 2, 24, 32)) >= 0.25)
+    assert drawn.logsumexp is not None
+    gradients = oracle.compute_backward(problem, drawn.out, drawn.logsumexp)
+
+    def loss(changed: Any) -> float:
+        forward = oracle.compute_forward(changed)
+        assert drawn.logsumexp is not None
+        return float((forward.out * drawn.out).sum() + (forward.logsumexp * drawn.logsumexp).sum())
+
+    for name in ("q", "k", "v", "sinks", "bias"):
+        x = getattr(problem, name).astype(np.float64)
+        step = 1e-5 * rng.normal(size=x.shape)
+        ends: list[dict[str, Any]] = [{name: x + step}, {name: x - step}]
+        change = [loss(dataclasses.replace(problem, **end)) for end in ends]
+        assert (change[0] - change[1]) / 2 == pytest.approx((gradients[f"d{name}"] * step).sum(), rel=1e-6)
+
+
+def test_the_oracle_asks_which_weights_are_kept() -> None:
+    with pytest.raises(ValueError, match="kept_pairs"):
+        oracle.compute_forward(draw_problem(CASE))
+
+
+@pytest.mark.parametrize("steps", [ARRAYS, COUNTERS], ids=["arrays", "counters"])
+def test_the_mask_of_a_kernel_is_seen(steps: dropped.Steps) -> None:
+    masks = _Masks(Subject(Executor(build(steps)), CASE, load_default_tolerances()))
+    problem = masks.problem
+    call = dropped.Dropout(
+        rate=0.25, key=jax.numpy.asarray(problem.dropout_key), q=problem.q, shape=(2, 2, 24, 32), group=2
+    )
+    assert problem.kept_pairs is not None
+    assert not ((np.asarray(dropped.draw(call, steps)) != problem.kept_pairs) & problem.allowed).any()
+
+
+@pytest.mark.parametrize("steps", [ARRAYS, COUNTERS], ids=["arrays", "counters"])
+def test_correct_kernels_pass(steps: dropped.Steps) -> None:
+    found = judge(build(steps, dropout_mask="places" if steps.draw is None else "shape"), CASE.id, "dropout")
+    assert {one.verdict for one in found} == {PASS}
+    assert {"kept.rate", "corners.independence", "dv.results", "out.vmap_keys"} <= {one.observable for one in found}
+
+
+@pytest.mark.parametrize("name", ["factor-twice", "same-for-all-heads", "lost-in-dv", "key-of-the-number-of-the-call"])
+def test_a_wrong_kernel_fails_where_it_is_wrong(name: str) -> None:
+    bug = next(bug for bug in BUGS if bug.name == f"dropout-{name}")
+    assert {observable.split(".")[0] for observable in find_red(bug.build())} & set(bug.shows)
+
+
+def test_shared_masks_are_declared_and_must_be_shared() -> None:
+    shared = dataclasses.replace(ARRAYS, draw=lambda call: jax.random.bernoulli(call.key, 0.75, (1, 1, 24, 32)))
+    assert find_red(build(shared)) == {"masks.independence"}
+    assert find_red(build(shared, dropout_shared=("batch", "heads"))) == set()
+    assert find_red(build(ARRAYS, dropout_shared=("heads",))) >= {"heads.shared"}
+
+
+def test_only_a_function_with_rate_and_key_has_cases() -> None:
+    def only_rate(q: Any, k: Any, v: Any, *, dropout_rate: float = 0.0) -> Any:
+        return q
+
+    assert select_dropout_cases("quick", 0, build_implementation(only_rate, "only_rate").supports) == ()
+    cases = select_dropout_cases("quick", 0, build(ARRAYS).supports)
+    assert [case.dropout_rate for case in cases] == [0.25, 0.1, 0.5, 0.9, 0.001]
+    assert all(parse_case_id(case.id) == case for case in cases)
+
+
+def test_a_case_with_dropout_is_judged_by_no_other_check() -> None:
+    from conformance.judging.run_plan import plan_case
+
+    (job,) = plan_case(build(ARRAYS), CASE).jobs
+    assert [check.name for check in job.checks] == ["dropout"]
