@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,19 @@ import numpy as np
 import pytest
 
 from cases.masks import Causal, Full, Mask
-from impls import block_flash, dot_product
+from impls import block_flash, dot_product, splash_tpu
 from impls.dropout_bits import compute_keep_factor, count_dropped, draw_kept
 
+SPLASH = splash_tpu.BlockSizes.uniform(128, 128)
+FUSED = splash_tpu.BlockSizes.uniform(256, 256, 128, 128, fused_backward=True)
 RATE = 0.25
 KEY = jax.random.PRNGKey(3)
 CALLS: dict[str, Callable[..., Any]] = {
     "dot_product": dot_product.attention,
     "block_flash": block_flash.attention,
     "block_flash_small": lambda *x, **named: block_flash.attention(*x, **named, block_q=80, block_kv=24),
+    "splash_tpu": functools.partial(splash_tpu.attention, block_sizes=SPLASH),
+    "splash_tpu_fused": functools.partial(splash_tpu.attention, block_sizes=FUSED),
 }
 
 
