@@ -18,7 +18,7 @@ from cases.operand_registry import OPTIONAL
 from impls.block_arithmetic import make_shape
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions")
+_ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions", "dropout_key")
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:

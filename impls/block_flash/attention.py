@@ -19,6 +19,7 @@ from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.operand_blocks import Operands
 from impls.contract.implementation import validate_mask, validate_operands
+from impls.dropout_bits import validate_dropout
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -37,6 +38,8 @@ def attention(
     scale: float | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: Callable[..., jax.Array] | None = None,
+    dropout_rate: float | None = None,
+    dropout_key: jax.Array | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
@@ -60,6 +63,8 @@ def attention(
         run time.
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap. Called once per pair of
         blocks, with index arrays that broadcast. Differentiated with respect to `score` only.
+      dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
+      dropout_key: the key of `jax.random` that decides which weights are dropped.
       block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
         the device and the lengths (`block_sizes.TABLE`), or is 128 where nothing was measured.
       block_kv: keys per block, at most all of them, with a default chosen in the same way.
@@ -69,6 +74,7 @@ def attention(
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, score_mod=score_mod, **options)
+    dropout_rate, dropout_key = validate_dropout(dropout_rate, dropout_key)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
@@ -88,8 +94,10 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         masked_at_run_time=segment_ids is not None or selected is not None,
         score_mod=score_mod,
+        dropout_rate=dropout_rate,
     )
-    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected))
+    given = Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected, dropout_key)
+    operands = jax.tree.map(jnp.asarray, given)
     outputs = _attend(plan, mark_varying(operands, find_varying_axes(operands)))
     if not save_residuals:
         return outputs.out

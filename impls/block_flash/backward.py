@@ -4,8 +4,8 @@ Probabilities are recomputed from `logsumexp`. This is algorithm 2 of Dao 2023, 
 cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With the logits z of `impls.block_flash.operand_blocks`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
-    (9)  dv_j = sum_i p_ij dout_i
-    (10) dp_ij = <dout_i, v_j>
+    (9)  dv_j = sum_i keep_ij p_ij dout_i
+    (10) dp_ij = keep_ij <dout_i, v_j>
     (11) D_i = <out_i, dout_i>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
@@ -14,7 +14,7 @@ cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With the logits z of 
     (16) dbias = dx, summed over the axes along which the bias is broadcast
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
-The sums of (9) and (15) run over the query heads of the group too.
+keep_ij is that of `impls.block_flash.forward`. The sums of (9) and (15) run over the query heads of the group too.
 """
 
 from __future__ import annotations
@@ -134,8 +134,11 @@ def compute_pair_gradients(
     """
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # probabilities, equation (8)
-    dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # dv, equation (9)
+    kept = p if block.keep is None else p * block.keep
+    dv = multiply("bkgts,bkgtv->bksv", kept.astype(dtype), do)  # dv, equation (9)
     dp = multiply("bkgtv,bksv->bkgts", do, block.v)  # dp, equation (10)
+    if block.keep is not None:
+        dp = dp * block.keep
     dx = p * (dp - row_sums[..., None])  # gradient of the logits, equation (12)
     if block.slope is not None:
         dx = dx * block.slope  # through the soft cap, equation (13)

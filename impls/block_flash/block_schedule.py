@@ -54,6 +54,7 @@ class BlockFlashPlan(FlashSizes):
     mask: Mask
     masked_at_run_time: bool  # whether segment ids or a traced selection of keys mask in addition to `mask`
     score_mod: Callable[..., Any] | None = None  # the operand score_mod: (score, b, n, i, j) -> score
+    dropout_rate: float | None = None  # None if no weight is dropped
 
     @functools.cached_property
     def schedule(self) -> Schedule:

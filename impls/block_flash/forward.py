@@ -4,8 +4,10 @@ From the logits z of `impls.block_flash.operand_blocks`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (6)  out_i = sum_j keep_ij exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
+
+keep_ij is 0 where dropout drops the weight and 1 / (1 - rate) elsewhere; without dropout it is 1.
 
 The fields `maximum`, `total` and `out` of `RunningSoftmax` are m, l and the sum in equation (6) over the keys visited
 so far, without the sink. A block that raises m multiplies the old l and the old sum by `decay = exp(old m - new m)`.
@@ -89,7 +91,8 @@ def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
     shift = replace_neg_inf(maximum)
     weights = jnp.exp(block.logits - shift[..., None])
     decay = jnp.exp(old.maximum - shift)
-    update = multiply("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
+    kept = weights if block.keep is None else weights * block.keep
+    update = multiply("bkgts,bksv->bkgtv", kept.astype(block.v.dtype), block.v)
     return RunningSoftmax(
         maximum,
         total=old.total * decay + weights.sum(axis=-1),  # the softmax sum l, equation (5)

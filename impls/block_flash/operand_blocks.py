@@ -18,10 +18,11 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
 
 from impls.block_arithmetic import multiply, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
+from impls.dropout_bits import DropoutWords, compute_keep_factor, draw_key_words, draw_query_words, find_kept
 
 Result = TypeVar("Result")
 
@@ -37,6 +38,7 @@ class Operands(NamedTuple):
     sinks: Float[Array, " N"] | None
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
     selected: Bool[Array, "#B #N T S"] | None
+    dropout_key: UInt32[Array, " 2"] | None = None
 
 
 class Blocks(NamedTuple):
@@ -50,6 +52,8 @@ class Blocks(NamedTuple):
     q_ids: Int[Array, "q_blocks B block_q"] | None
     kv_ids: Int[Array, "kv_blocks B block_kv"] | None
     selected: Bool[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
+    q_words: DropoutWords | None  # `[q_blocks, B, K, G, block_q]`
+    kv_words: DropoutWords | None  # `[kv_blocks, block_kv]`
 
 
 class Pair(NamedTuple):
@@ -61,12 +65,21 @@ class Pair(NamedTuple):
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
     logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
     slope: Float32[Array, "B K G block_q block_kv"] | None  # dz/dx through score_mod and soft cap; None without both
+    # What dropout multiplies a weight by: 0, or 1 / (1 - rate). None without dropout.
+    keep: Float32[Array, "B K G block_q block_kv"] | None = None
 
 
 def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     """Split the operands into blocks, padding with zeros."""
     q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
     slopes = operands.alibi_slopes
+    q_words = kv_words = None
+    if operands.dropout_key is not None:
+        batch = operands.q.shape[0]
+        q_words = draw_query_words(operands.dropout_key, batch, plan.num_q_heads, plan.q_length)
+        q_words = jax.tree.map(functools.partial(cut_rows, plan), q_words)
+        kv_words = draw_key_words(operands.dropout_key, plan.kv_length)
+        kv_words = jax.tree.map(lambda x: _cut_axis(x, 0, plan.block_kv), kv_words)
     return Blocks(
         q=cut_queries(plan, operands.q),
         k=cut_keys(plan, operands.k),
@@ -76,6 +89,8 @@ def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
         q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
         kv_ids=None if kv_ids is None else _cut_axis(kv_ids, 1, plan.block_kv),
         selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
+        q_words=q_words,
+        kv_words=kv_words,
     )
 
 
@@ -154,7 +169,8 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pai
         b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
         score = functools.partial(plan.score_mod, b=b, n=n, i=i, j=j)
-    return compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, penalty, score)
+    found = compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, penalty, score)
+    return found._replace(keep=_compute_keep(plan, blocks, pair))
 
 
 def compute_pair_logits(
@@ -209,6 +225,17 @@ def _compute_positions(
     i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
     j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
     return i, j
+
+
+def _compute_keep(
+    plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices
+) -> Float32[Array, "B K G block_q block_kv"] | None:
+    """Compute what dropout multiplies the weights of a pair by; None without dropout."""
+    if plan.dropout_rate is None or blocks.q_words is None or blocks.kv_words is None:
+        return None
+    q_words = jax.tree.map(lambda x: take_block(x, pair.q)[..., None], blocks.q_words)
+    kv_words = jax.tree.map(lambda x: take_block(x, pair.kv), blocks.kv_words)
+    return jnp.where(find_kept(plan.dropout_rate, q_words, kv_words), compute_keep_factor(plan.dropout_rate), 0.0)
 
 
 def _compute_allowed(

@@ -5,7 +5,7 @@
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i, over the weights that dropout keeps, divided by 1 - dropout_rate
     (7)  logsumexp_i = m_i + log(l_i)
 
 Inside, heads are split in key/value heads and groups: query head `n = k * G + g` reads key/value head `k`
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
 from impls.contract.implementation import validate_mask, validate_operands
+from impls.dropout_bits import compute_keep_factor, draw_kept, validate_dropout
 
 SegmentIds = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 AxisOrder = tuple[int, int, int, int]
@@ -51,6 +52,8 @@ def attention(
     alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     logit_scale: Float[Array, " N"] | None = None,
+    dropout_rate: float | None = None,
+    dropout_key: jax.Array | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
@@ -68,6 +71,8 @@ def attention(
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap, with index arrays.
       logit_scale: `[N]`, a learned factor of `scale <q, k>` for each query head, applied before the bias (Liu et al.
         2021, arXiv:2111.09883, equation 2).
+      dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
+      dropout_key: the key of `jax.random` that decides which weights are dropped.
       float32_logits: keep logits in f32. With this and `float32_qk_product` off, logits are rounded to the operands'
         dtype; in f16 that limits them to 65504.
       float32_qk_product: convert q and k to f32 before their product.
@@ -80,6 +85,7 @@ def attention(
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
     options |= {"score_mod": score_mod, "logit_scale": logit_scale}
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
+    dropout_rate, dropout_key = validate_dropout(dropout_rate, dropout_key)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if compute_axis_order not in EINSUMS:
         raise ValueError(f"compute_axis_order must be one of {tuple(EINSUMS)}, got {compute_axis_order}")
@@ -91,6 +97,8 @@ def attention(
         allowed=compute_allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
         scale=scale,
         **options,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
         save_residuals=save_residuals,
         float32_logits=float32_logits,
         float32_qk_product=float32_qk_product,
@@ -116,6 +124,8 @@ def attend(
     alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     logit_scale: Float[Array, " N"] | None = None,
+    dropout_rate: float | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> Any:
     """Compute `attention` of validated operands, with mask and segment ids combined into booleans.
 
@@ -156,6 +166,11 @@ def attend(
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
     probabilities, logsumexp, max_logits = _compute_softmax(logits, sink)
+    if dropout_rate is not None:
+        batch, _, group, q_length, kv_length = probabilities.shape
+        kept = draw_kept(dropout_key, dropout_rate, (batch, num_kv_heads * group, q_length, kv_length))
+        keep = jnp.where(_split_heads(kept, num_kv_heads), compute_keep_factor(dropout_rate), 0.0)
+        probabilities = probabilities * keep
     # The output, equation (6).
     if v_scales is None:
         out = _multiply(pv, probabilities.astype(dtype), v)

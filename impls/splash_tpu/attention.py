@@ -6,11 +6,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
 from impls.contract.implementation import validate_mask, validate_operands
+from impls.dropout_bits import validate_dropout
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import Interpret
 from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
@@ -35,6 +37,8 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
+    dropout_rate: float | None = None,
+    dropout_key: jax.Array | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
     layouts: Layouts = Layouts(),
@@ -53,6 +57,8 @@ def attention(
 
     Args:
       mask: which pairs may attend. An `Indexer` may be traced.
+      dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
+      dropout_key: the key of `jax.random` that decides which weights are dropped.
       block_sizes: block sizes of each phase, by default those of the table for the target chip
         (`splash_tuning.look_up`). If their `fused_backward` is None, the table decides that too.
       layouts: which axis of q, k and v is innermost in memory.
@@ -64,6 +70,7 @@ def attention(
       ValueError: an operand, the mask or a block size is invalid; the message names it.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    dropout_rate, dropout_key = validate_dropout(dropout_rate, dropout_key)
     if bias is not None:
         raise NotImplementedError(f"splash_tpu does not support bias: {UNSUPPORTED['bias']}")
     if q.dtype == jnp.float16:
@@ -85,6 +92,7 @@ def attention(
         "scale": scale,
         "soft_cap": soft_cap,
         "precision": precision,
+        "dropout_rate": dropout_rate,
         # Always computed, so that calls with and without residuals share one kernel. One more row per head is cheap.
         "save_max_logits": True,
         "checkpoint_name": "splash_residuals",
@@ -95,7 +103,9 @@ def attention(
     else:
         kernel = _build_kernel(mask, q_length, kv_length, **options)
     heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
-    result = kernel(*heads_first, segment_ids=segment_ids, sinks=sinks, save_residuals=save_residuals)
+    result = kernel(
+        *heads_first, segment_ids=segment_ids, sinks=sinks, dropout_key=dropout_key, save_residuals=save_residuals
+    )
     if not save_residuals:
         return result.swapaxes(1, 2)
     return result[0].swapaxes(1, 2), result[1]

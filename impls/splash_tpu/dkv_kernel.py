@@ -3,14 +3,16 @@
 From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
-    (9)  dv_j = sum_i p_ij dout_i
-    (10) dp_ij = <dout_i, v_j>
+    (9)  dv_j = sum_i keep_ij p_ij dout_i
+    (10) dp_ij = keep_ij <dout_i, v_j>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
     (14) dq_i = scale sum_j dx_ij k_j, if fused
     (15) dk_j = scale sum_i dx_ij q_i
 
-`D - dlse` comes from `impls.splash_tpu.splash_kernel` as `row_sums`. Where a pair may not attend, p and dx are set to
+keep_ij is that of `impls.splash_tpu.forward`; its factor 1 / (1 - rate) multiplies the sums of (9), (14) and (15).
+`D - dlse`, divided by that factor, comes from `impls.splash_tpu.splash_kernel` as `row_sums`. Where a pair may not
+attend, p and dx are set to
 0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are rows. The query heads that
 share a key/value head add to the same scratch.
 
@@ -40,6 +42,7 @@ from impls.splash_tpu.splash_tiles import (
     add_block,
     compute_allowed,
     compute_logits,
+    drop_weights,
     multiply,
     read_tile,
     when,
@@ -53,6 +56,8 @@ class Scratch(NamedTuple):
     dk: Any  # [block_kv, H]
     dv: Any  # [block_kv, V]
     kv_ids: Any  # [block_kv, 128] int32, the same in every lane
+    kv_term: Any  # [block_kv, 128] int32, if weights are dropped
+    kv_factor: Any  # [block_kv, 128] int32
     dq: Any  # [2, block_q, H], buffers of blocks copied from HBM and back, if fused
     copied_in: Any  # [2] semaphores of copies from HBM, if fused
     copied_out: Any  # [2] semaphores of copies to HBM, if fused
@@ -66,6 +71,8 @@ def compute_dkv(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, o
         dk=pltpu.VMEM((blocks.kv, call.head_dim), jnp.float32),
         dv=pltpu.VMEM((blocks.kv, call.head_dim_v), jnp.float32),
         kv_ids=pltpu.VMEM((blocks.kv, LANES), jnp.int32) if call.segmented else None,
+        kv_term=pltpu.VMEM((blocks.kv, LANES), jnp.int32) if call.plan.dropout_rate is not None else None,
+        kv_factor=pltpu.VMEM((blocks.kv, LANES), jnp.int32) if call.plan.dropout_rate is not None else None,
         dq=pltpu.VMEM((2, blocks.q, call.head_dim), jnp.float32) if call.fused else None,
         copied_in=pltpu.SemaphoreType.DMA((2,)) if call.fused else None,
         copied_out=pltpu.SemaphoreType.DMA((2,)) if call.fused else None,
@@ -86,8 +93,9 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
     scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)  # [block_kv, V]
     if scratch.num_added is not None:
         scratch.num_added[0] = 0
-    if scratch.kv_ids is not None:
-        scratch.kv_ids[...] = make_column(inputs.kv_ids[...])
+    for name in ("kv_ids", "kv_term", "kv_factor"):
+        if (columns := getattr(scratch, name)) is not None:
+            columns[...] = make_column(getattr(inputs, name)[...])
 
 
 def _add(
@@ -115,8 +123,10 @@ def _add(
             p = jnp.exp(logits - inputs.logsumexp[:, rows])  # probabilities, equation (8)
             if found is not None:
                 p = jnp.where(found, p, 0.0)
-            scratch.dv[own, :] += multiply(call, p.astype(do.dtype), 1, do, 0)  # dv, equation (9)
-            dx = p * (multiply(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # dp and dz, eqs. (10) and (12)
+            dp = multiply(call, v, v_depth, do, 1)
+            weights, dp = drop_weights(call, inputs, scratch, rows, keys, p, dp)  # dp, equation (10)
+            scratch.dv[own, :] += multiply(call, weights.astype(do.dtype), 1, do, 0)  # dv, equation (9)
+            dx = p * (dp - inputs.row_sums[:, rows])  # dz, equation (12)
             if slope is not None:
                 dx = dx * slope  # dx, equation (13)
             if found is not None:
@@ -185,7 +195,12 @@ def _wait_for_copies(call: KernelCall, step: Step, outputs: Outputs, scratch: Sc
 
 
 def _finish(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # dk, equation (15)
-    outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)
+    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale * call.keep_factor)).astype(
+        outputs.dk.dtype
+    )  # dk, equation (15)
+    dv = scratch.dv[...]
+    if call.keep_factor != 1:
+        dv = dv * jnp.float32(call.keep_factor)
+    outputs.dv[...] = dv.astype(outputs.dv.dtype)  # dv, equation (9)
     if call.fused:  # the last copy of dq overlapped with this rounding
         _wait_for_copies(call, step, outputs, scratch)

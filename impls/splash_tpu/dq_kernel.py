@@ -4,12 +4,13 @@ Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent `dlse` of `logsume
 z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
-    (10) dp_ij = <dout_i, v_j>
+    (10) dp_ij = keep_ij <dout_i, v_j>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
     (14) dq_i = scale sum_j dx_ij k_j
 
-`D - dlse` comes from `impls.splash_tpu.splash_kernel`, as `row_sums`. Where a pair may not attend, dx is set to 0.
+keep_ij is that of `impls.splash_tpu.forward`; its factor 1 / (1 - rate) multiplies the sum of (14). `D - dlse`, divided
+by that factor, comes from `impls.splash_tpu.splash_kernel`, as `row_sums`. Where a pair may not attend, dx is set to 0.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from impls.splash_tpu.splash_tiles import (
     add_block,
     compute_allowed,
     compute_logits,
+    drop_weights,
     load_query_columns,
     multiply,
     read_tile,
@@ -47,6 +49,8 @@ class Scratch(NamedTuple):
     q_ids: Any  # [block_q, 128] int32
     low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
     high: Any  # [block_q, 128] int32, one past the last key that each query sees
+    q_term: Any  # [block_q, 128] int32, if weights are dropped
+    q_factor: Any  # [block_q, 128] int32
 
 
 def compute_dq(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -63,6 +67,8 @@ def compute_dq(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, ou
         q_ids=columns(jnp.int32) if call.segmented else None,
         low=columns(jnp.int32) if call.ranged else None,
         high=columns(jnp.int32) if call.ranged else None,
+        q_term=columns(jnp.int32) if call.plan.dropout_rate is not None else None,
+        q_factor=columns(jnp.int32) if call.plan.dropout_rate is not None else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
@@ -94,8 +100,11 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
             logits, slope = compute_logits(call, multiply(call, q, q_depth, k, k_depth))  # z (1), (2): [rows, keys]
             found = compute_allowed(call, masking, rows, keys)
             p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # probabilities, equation (8)
-            # dp and dz, equations (10) and (12)
-            dx = p * (multiply(call, do, 1, v, v_depth) - repeat_lanes(scratch.row_sums[rows, :], keys.size))
+            (dp,) = drop_weights(
+                call, inputs, scratch, rows, keys, multiply(call, do, 1, v, v_depth)
+            )  # dp, equation (10)
+            # dz, equation (12)
+            dx = p * (dp - repeat_lanes(scratch.row_sums[rows, :], keys.size))
             if slope is not None:
                 dx = dx * slope  # dx, equation (13)  # [rows, keys]
             if found is not None:
@@ -105,4 +114,6 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
 
 def _finish(call: KernelCall, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # dq, equation (14)
+    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale * call.keep_factor)).astype(
+        outputs.dq.dtype
+    )  # dq, equation (14)

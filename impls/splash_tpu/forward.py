@@ -5,8 +5,11 @@ From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (6)  out_i = sum_j keep_ij exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
+
+keep_ij is 0 where dropout drops the weight and 1 / (1 - rate) elsewhere; without dropout it is 1. The factor
+1 / (1 - rate) multiplies sums, not weights.
 
 `maximum`, `total` and `acc` of `Scratch` are m, l and the sum of (6) for the keys so far, without the sink, which joins
 at the end. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
@@ -55,6 +58,7 @@ from impls.splash_tpu.splash_tiles import (
     add_block,
     compute_allowed,
     compute_logits,
+    drop_weights,
     load_query_columns,
     multiply,
     read_tile,
@@ -72,6 +76,8 @@ class Scratch(NamedTuple):
     q_ids: Any  # [block_q, 128] int32
     low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
     high: Any  # [block_q, 128] int32, one past the last key that each query sees
+    q_term: Any  # [block_q, 128] int32, if weights are dropped
+    q_factor: Any  # [block_q, 128] int32
 
 
 def forward(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -88,6 +94,8 @@ def forward(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outpu
         q_ids=vmem(LANES, jnp.int32) if call.segmented else None,
         low=vmem(LANES, jnp.int32) if call.ranged else None,
         high=vmem(LANES, jnp.int32) if call.ranged else None,
+        q_term=vmem(LANES, jnp.int32) if call.plan.dropout_rate is not None else None,
+        q_factor=vmem(LANES, jnp.int32) if call.plan.dropout_rate is not None else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
@@ -140,6 +148,7 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         total = total * decay + sum_by_lane(weights)  # sum of weights, equation (5)
         v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)  # [keys, V], or [V, keys]
         v = zero_unseen_keys(call, v, found, layouts.v)
+        (weights,) = drop_weights(call, inputs, scratch, parts[at].rows, keys, weights)
         added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)  # [rows, V]
         acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # weighted sum of values, eq. (6), not yet divided
         softmax[at] = maximum, total, acc
@@ -160,6 +169,8 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
         acc = acc * repeat_lanes(decay, call.head_dim_v)
+    if call.keep_factor != 1:
+        acc = acc * jnp.float32(call.keep_factor)
     outputs.out[...] = (acc / repeat_lanes(jnp.where(total > 0, total, 1.0), call.head_dim_v)).astype(
         outputs.out.dtype
     )  # out, equation (6)

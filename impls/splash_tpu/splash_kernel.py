@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt32
 
 from cases.masks import Full, Mask
 from impls.block_arithmetic import compute_dsinks, make_shape
 from impls.derivative_refusals import refuse_derivatives
+from impls.dropout_bits import draw_key_words, draw_query_words
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.pallas_tpu.tpu_tiles import LANES
 from impls.splash_tpu.dkv_kernel import compute_dkv
@@ -97,11 +98,12 @@ def run_backward(
     dsinks = compute_dsinks(operands.sinks, shift, row_sums)  # dsinks, equation (17)
 
     def inputs(call: KernelCall, steps: Steps) -> Inputs:
+        sums = row_sums if call.keep_factor == 1 else row_sums / jnp.float32(call.keep_factor)
         rows = call.q_padded - call.plan.q_length
         return _build_inputs(call, dataclasses.replace(operands, sinks=None), steps)._replace(
             do=_merge_batch(_pad_axis(do.astype(operands.q.dtype), 2, call.q_padded)),
             logsumexp=_merge_batch(jnp.pad(shift, ((0, 0), (0, 0), (0, rows)), constant_values=jnp.inf)[:, :, None]),
-            row_sums=_merge_batch(_pad_axis(row_sums, 2, call.q_padded)[:, :, None]),
+            row_sums=_merge_batch(_pad_axis(sums, 2, call.q_padded)[:, :, None]),
         )
 
     call = build_call("dkv", plan, operands)
@@ -117,7 +119,7 @@ def run_backward(
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = compute_dkv(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
-        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # dq, equation (14)
+        dq = (found.dq * jnp.float32(call.scale * call.keep_factor)).astype(operands.q.dtype)  # dq, equation (14)
     else:
         assert lists.dq is not None
         call = build_call("dq", plan, operands)
@@ -148,6 +150,14 @@ def _build_inputs(call: KernelCall, operands: Operands, steps: Steps) -> Inputs:
     def row(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else _pad_axis(x, 1, length)[:, None]
 
+    words: dict[str, jax.Array] = {}
+    if (key := operands.dropout_key) is not None:
+        of_queries = draw_query_words(key, call.batch, call.plan.num_q_heads, call.plan.q_length)
+        of_keys = draw_key_words(key, call.plan.kv_length)
+        for name in ("term", "factor"):
+            words[f"q_{name}"] = _merge_batch(_pad_axis(getattr(of_queries, name), 2, call.q_padded)[:, :, None])
+            words[f"kv_{name}"] = _pad_axis(getattr(of_keys, name), 0, call.kv_padded)[None, None]
+
     return Inputs(
         q=tiles(operands.q, call.q_padded, layouts.q),
         k=tiles(operands.k, call.kv_padded, layouts.k),
@@ -158,6 +168,7 @@ def _build_inputs(call: KernelCall, operands: Operands, steps: Steps) -> Inputs:
         high=row(operands.high, call.q_padded),
         sinks=sinks,
         stored=steps.stored,
+        **words,
     )
 
 
@@ -196,6 +207,7 @@ class Splash:
         *,
         segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
         sinks: Float[Array, " N"] | None = None,
+        dropout_key: UInt32[Array, " 2"] | None = None,
         save_residuals: bool = False,
     ) -> Any:
         """Compute attention.
@@ -206,6 +218,7 @@ class Splash:
           v: values `[B, K, S, V]`.
           segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
           sinks: `[N]`, an additional logit in the softmax denominator of each query head.
+          dropout_key: the raw key that decides which weights are dropped, if the kernel has a `dropout_rate`.
           save_residuals: also return `logsumexp` and, if the kernel is built for it, `max_logits`, f32 `[B, N, T]`.
 
         Returns:
@@ -215,7 +228,7 @@ class Splash:
           ValueError: an operand does not fit the kernel, or blocks do not fit VMEM.
         """
         q_ids, kv_ids = segment_ids or (None, None)
-        operands = Operands(q, k, v, sinks, q_ids, kv_ids)
+        operands = Operands(q, k, v, sinks, q_ids, kv_ids, dropout_key=dropout_key)
         self._check(operands)
         operands = mark_varying(operands, find_varying_axes(operands))
         out, logsumexp, max_logits = attend(self.plan, self.lists, operands)
@@ -269,6 +282,8 @@ class Splash:
 
     def _check(self, operands: Operands) -> None:
         s = self.plan
+        if (operands.dropout_key is None) != (s.dropout_rate is None):
+            raise ValueError("dropout_key must be given if, and only if, the kernel has a dropout_rate")
         shards = np.shape(self.lists.q_offset)[0]
         if shards != 1:
             raise ValueError(
@@ -309,6 +324,7 @@ def make_splash(
     scale: float | None = None,
     soft_cap: float | None = None,
     precision: Precision = "exact",
+    dropout_rate: float | None = None,
     mask_value: float = -math.inf,
     save_max_logits: bool = True,
     head_shards: int = 1,
@@ -331,6 +347,7 @@ def make_splash(
       scale: factor of the logits, by default `1 / sqrt(H)`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
+      dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`); not of shards.
       mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
       save_max_logits: whether to compute `max_logits`.
       head_shards: number of equal shards of the query heads under `shard_map`. Key/value heads are sharded alike, but a
@@ -354,6 +371,8 @@ def make_splash(
             f"num_q_heads = {num_q_heads} and num_kv_heads = {num_kv_heads} must be multiples of "
             f"head_shards = {head_shards}, or num_kv_heads 1"
         )
+    if dropout_rate is not None and (head_shards > 1 or q_shards > 1):
+        raise NotImplementedError("dropout_rate: a shard does not know its heads and queries among all")
     num_q_heads, num_kv_heads = num_q_heads // head_shards, max(1, num_kv_heads // head_shards)
     mask.check_lengths(q_length, kv_length)
     local = q_length // q_shards
@@ -386,6 +405,7 @@ def make_splash(
         block_sizes=block_sizes,
         layouts=layouts,
         precision=precision,
+        dropout_rate=dropout_rate,
         mask_value=mask_value,
         save_max_logits=save_max_logits,
         checkpoint_name=checkpoint_name,

@@ -44,6 +44,10 @@ class Inputs(NamedTuple):
     logsumexp: Any = None  # f32 [B * N, 1, T]
     row_sums: Any = None  # f32 [B * N, 1, T], `<out, do> - dlse`
     stored: Any = None  # int8 [X, block_q, block_kv], distinct mask blocks, transposed for dk and dv
+    q_term: Any = None  # int32 [B * N, 1, T], words of the queries, if weights are dropped
+    q_factor: Any = None  # int32 [B * N, 1, T]
+    kv_term: Any = None  # int32 [1, 1, S], words of the keys
+    kv_factor: Any = None  # int32 [1, 1, S]
     dq: Any = None  # f32 [B * N, T, H], zeros that the fused kernel adds to in place
 
 
@@ -97,6 +101,7 @@ def launch(
         limit=limit,
         fused=call.fused,
         ranged=call.ranged,
+        dropout=call.plan.dropout_rate is not None,
     )
     place = _IndexMaps(call, steps)
     scalars = _Scalars(
@@ -209,12 +214,14 @@ class _IndexMaps:
         if name in ("k", "v", "dk", "dv"):
             layout: Layout = getattr(layouts, name) if name in ("k", "v") else "head_dim_minor"
             return self._tile(x, blocks.kv, layout, of_queries=False)
-        if name in ("logsumexp", "row_sums", "max_logits"):
+        if name in ("logsumexp", "row_sums", "max_logits", "q_term", "q_factor"):
             return self._spec((None, 1, blocks.q), lambda g, s: (self.q_row(g, s), 0, self._q(g, s)))
         if name in ("q_ids", "low", "high"):
             return self._spec((None, 1, blocks.q), lambda g, s: (self._batch(g), 0, self._q(g, s)))
         if name == "kv_ids":
             return self._spec((None, 1, blocks.kv), lambda g, s: (self._batch(g), 0, self._kv(g, s)))
+        if name in ("kv_term", "kv_factor"):
+            return self._spec((None, 1, blocks.kv), lambda g, s: (0, 0, self._kv(g, s)))
         if name == "sinks":  # only in the forward pass, where heads are query heads
             return self._spec((None, 1, LANES), lambda g, s: (self._head(g), 0, 0))
         return self._spec((None, *x.shape[1:]), lambda g, s: (s.place[self.at(g)].astype(jnp.int32), 0, 0))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from cases.masks import Mask
+from impls.dropout_bits import compute_keep_factor
 from impls.jax_compat import Interpret
 from impls.pallas_tpu.tpu_tiles import LANES, VmemLimit, round_up
 
@@ -127,7 +128,14 @@ class Depths:
 
 
 def estimate_vmem(
-    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False, ranged: bool = False
+    phase: str,
+    blocks: Blocks,
+    depths: Depths,
+    *,
+    stored_mask: bool,
+    fused: bool = False,
+    ranged: bool = False,
+    dropout: bool = False,
 ) -> int:
     """Estimate the VMEM of a kernel in bytes.
 
@@ -139,11 +147,13 @@ def estimate_vmem(
       stored_mask: whether mask blocks are fetched.
       fused: whether the kernel of dk and dv also computes dq.
       ranged: whether each query has a range of keys, which takes one column more than segment ids.
+      dropout: whether weights are dropped, for which each query or key has two words.
     """
     h, v = round_up(depths.head_dim, LANES), round_up(depths.head_dim_v, LANES)
     q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
     fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
-    columns = (4 if ranged else 3) * LANES
+    words = 2 * LANES if dropout else 0
+    columns = (4 if ranged else 3) * LANES + words
     if phase == "forward":
         fetched += blocks.q * v * depths.itemsize  # out
         scratch = blocks.q * (v + columns) * f32
@@ -152,7 +162,7 @@ def estimate_vmem(
         scratch = blocks.q * (h + columns) * f32
     else:
         fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # d_out; dk, dv
-        scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
+        scratch = blocks.kv * (h + v + LANES + words) * f32 + (2 * blocks.q * h * f32 if fused else 0)
     return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
 
 
@@ -199,6 +209,7 @@ class SplashPlan:
     checkpoint_name: str | None  # name of the backward pass's residuals for `jax.checkpoint` policies
     vmem_limit_bytes: int | None  # VMEM a kernel may use; None for the capacity of the chip
     interpret: Interpret
+    dropout_rate: float | None = None  # None if no weight is dropped
     forward: StepKinds
     dq: StepKinds
     dkv: StepKinds
@@ -229,6 +240,7 @@ class Operands:
     kv_ids: Any  # int32 [B, S] or None
     low: Any = None  # int32 [B, T], the first key that each query sees, if key ranges are traced
     high: Any = None  # int32 [B, T], one past the last key that each query sees
+    dropout_key: Any = None  # uint32 [2] or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +256,12 @@ class KernelCall:
     segmented: bool
     ranged: bool
     scale: float
+
+    @property
+    def keep_factor(self) -> float:
+        """Factor of the weights that dropout keeps."""
+        rate = self.plan.dropout_rate
+        return 1.0 if rate is None else compute_keep_factor(rate)
 
     @property
     def kinds(self) -> StepKinds:

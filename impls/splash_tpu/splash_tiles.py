@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from impls.block_arithmetic import multiply_tiles
+from impls.dropout_bits import DropoutWords, find_kept
 from impls.jax_compat import Ref, Scalar
 from impls.pallas_tpu.tpu_tiles import make_column, repeat_lanes
 from impls.splash_tpu.splash_plan import KernelCall, Layout
@@ -115,8 +116,8 @@ def multiply(call: KernelCall, a: jax.Array, a_axis: int, b: jax.Array, b_axis: 
 
 
 def load_query_columns(inputs: Any, scratch: Any) -> None:
-    """Load segment ids and key ranges of the queries to scratch as columns, as far as the kernel has them."""
-    for name in ("q_ids", "low", "high"):
+    """Load values of the queries to scratch as columns, as far as the kernel has them."""
+    for name in ("q_ids", "low", "high", "q_term", "q_factor"):
         if (columns := getattr(scratch, name)) is not None:
             columns[...] = make_column(getattr(inputs, name)[...])
 
@@ -213,6 +214,25 @@ def _compute_allowed_in_ranges(
         low, high = (repeat_lanes(ref[rows, :] - first, keys.size) for ref in (masking.low, masking.high))
         place = lax.broadcasted_iota(jnp.int32, shape, 1)
     return (place >= low) & (place < high)
+
+
+def drop_weights(call: KernelCall, inputs: Any, scratch: Any, rows: slice, keys: KeySpan, *tiles: jax.Array) -> Any:
+    """Zero what dropout drops in tiles of weights or of their gradients; `keep_factor` multiplies the sums of the rest.
+
+    Returns the tiles, in the order given.
+    """
+    rate = call.plan.dropout_rate
+    if rate is None:
+        return tiles
+    own = slice(keys.start, keys.start + keys.size)
+    if call.phase == "dkv":
+        size = rows.stop - rows.start
+        columns = DropoutWords(*(repeat_lanes(x[own, :], size) for x in (scratch.kv_term, scratch.kv_factor)))
+        kept = find_kept(rate, DropoutWords(inputs.q_term[:, rows], inputs.q_factor[:, rows]), columns)
+    else:
+        columns = DropoutWords(*(repeat_lanes(x[rows, :], keys.size) for x in (scratch.q_term, scratch.q_factor)))
+        kept = find_kept(rate, columns, DropoutWords(inputs.kv_term[:, own], inputs.kv_factor[:, own]))
+    return tuple(jnp.where(kept, tile, 0.0) for tile in tiles)
 
 
 def find_seen_keys(call: KernelCall, found: jax.Array, layout: Layout, depth: int) -> jax.Array:
