@@ -171,6 +171,26 @@ def _accept_any(implementation: Implementation) -> bool:
     return True
 
 
+def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List cases of training for an implementation that declares tangents, all of which other checks have as well.
+
+    They are the plainest case, those of `FEATURE` and `COMBINED`, and for each dtype the smallest cases of the grid
+    with and without query heads that share keys.
+    """
+    if not grids.implementation.tangents:
+        return ()
+    normal = [case for case in grids.grid.cases if case.distribution == "normal"]
+    normal.sort(key=lambda case: case.batch * case.num_q_heads * case.q_length * case.kv_length)
+    smallest = {(case.dtype, case.num_q_heads > case.num_kv_heads): case for case in reversed(normal) if _trains(case)}
+    found = (*grids.grid.singles[:1], *FEATURE.cases(grids), *COMBINED.cases(grids), *smallest.values())
+    return tuple(dict.fromkeys(case for case in found if _trains(case)))
+
+
+def _trains(case: Case) -> bool:
+    """Return whether the case is of training."""
+    return case.phase == "train"
+
+
 GRID = Scope(
     name="grid",
     about="every case of the covering grids",
@@ -268,9 +288,16 @@ FEATURE = _build_scope(
     accepts_any_case=_accept_any,
     short=True,
 )
+TANGENT = _build_scope(
+    "tangent",
+    "for kernels that declare tangents: the plainest case, one for each supported argument and mask, the cases with "
+    "every operand, and small cases of each dtype",
+    _list_tangent_cases,
+    accepts_any_case=lambda implementation: bool(implementation.tangents),
+)
 
 SCOPES = (
     *(GRID, FIRST, SEARCHED, EXACT, COMBINED, BASE, DECODED),
-    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
+    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE, TANGENT),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

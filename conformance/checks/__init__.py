@@ -27,6 +27,7 @@ from conformance.check_api.scopes import (
     GRID,
     INTERPRETED,
     SEARCHED,
+    TANGENT,
     Scope,
 )
 from conformance.extensions import load_attribute
@@ -85,6 +86,7 @@ CHECKS: tuple[Check, ...] = (
     Check("invariance", COMBINED),
     Check("limits", COMBINED),
     Check("differentiation", COMBINED),
+    Check("tangents", TANGENT),
     Check("transforms", COMBINED),
     Check("calls", COMBINED),
     Check("sharding", COMBINED),

@@ -34,6 +34,9 @@ Refuses = Literal["NotImplementedError", "ValueError"]
 Rounding = Literal["f32", "input"]
 ScaledQ = Literal[False, True, "base2"]
 
+TANGENTS = ("out", "logsumexp", "gradients")
+"""What may have tangents in forward mode."""
+
 
 def declared(default: Any, says: str, *, loosens: str = "nothing") -> Any:
     """Return the field of a declaration; `loosens` says what the field lets be judged less strictly, or not at all."""
@@ -188,11 +191,20 @@ class Behaviour:
         '`"linear"` if temporary memory of forward and backward grows no faster than the lengths, which the check '
         "`memory` then tests",
     )
+    tangents: Collection[str] = declared(
+        (),
+        'what `jax.jvp` differentiates in forward mode, which the check `tangents` then judges: `("out", '
+        '"logsumexp")`, and `"gradients"` if gradients have tangents as well',
+    )
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
         object.__setattr__(self, "unordered_sums", tuple(name for name in GRADIENTS if name in self.unordered_sums))
+        if unknown := sorted(set(self.tangents) - set(TANGENTS)):
+            known = ", ".join(map(repr, TANGENTS))
+            raise ValueError(f"tangents names results: {unknown[0]!r} is none of {known}")
+        object.__setattr__(self, "tangents", tuple(name for name in TANGENTS if name in self.tangents))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,6 +307,7 @@ class Declarations(TypedDict, total=False):
     behind_mask: BehindMask
     unordered_sums: Collection[str]
     memory: Literal["linear"] | None
+    tangents: Collection[str]
     causal: CausalFrom
     refuses: Refuses
     open_sides: OpenSide

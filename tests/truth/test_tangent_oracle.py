@@ -79,5 +79,7 @@ def test_declared_formulas_of_logsumexp_have_their_tangents() -> None:
     np.testing.assert_allclose(found, exact / np.log(2), rtol=1e-12)
     del direction["sinks"]
     without = compute_tangents(problem.without("sinks"), direction, Arithmetic(), Formulas(), "zero")["logsumexp"]
-    found = compute_tangents(problem, direction, Arithmetic(), Formulas(logsumexp_sink=False), "zero")["logsumexp"].value
+    found = compute_tangents(problem, direction, Arithmetic(), Formulas(logsumexp_sink=False), "zero")[
+        "logsumexp"
+    ].value
     np.testing.assert_array_equal(found, without.value)
