@@ -179,10 +179,13 @@ def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """
     if not grids.implementation.tangents:
         return ()
-    normal = [case for case in grids.grid.cases if case.distribution == "normal"]
-    normal.sort(key=lambda case: case.batch * case.num_q_heads * case.q_length * case.kv_length)
-    smallest = {(case.dtype, case.num_q_heads > case.num_kv_heads): case for case in reversed(normal) if _trains(case)}
-    found = (*grids.grid.singles[:1], *FEATURE.cases(grids), *COMBINED.cases(grids), *smallest.values())
+
+    def compare(case: Case) -> tuple[bool, int]:
+        return case.distribution != "normal", case.batch * case.num_q_heads * case.q_length * case.kv_length
+
+    ordered = sorted(filter(_trains, grids.grid.cases), key=compare, reverse=True)
+    smallest = {(case.dtype, case.num_q_heads > case.num_kv_heads): case for case in ordered}
+    found = (*BASE.cases(grids), *FEATURE.cases(grids), *COMBINED.cases(grids), *smallest.values())
     return tuple(dict.fromkeys(case for case in found if _trains(case)))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from cases.counter_rng import draw_normal
 from cases.operand_registry import GRADIENT_OF
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
-from conformance.check_api.scopes import COMBINED, ImplementationGrids
+from conformance.check_api.scopes import BASE, COMBINED, ImplementationGrids
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import tangent_calls
 from conformance.truth import tangent_oracle
@@ -35,7 +35,8 @@ class _Direction:
 def check_tangents(subject: Subject) -> Iterator[Judgement]:
     """Check `jax.jvp` of results, and of gradients, along several directions, for kernels that declare tangents.
 
-    On the cases with every operand also `jax.linearize`, `jax.jacfwd`, and each operand while the others are constants.
+    On the plainest case and those with every operand also `jax.linearize`, `jax.jacfwd`, each operand while the others
+    are constants, and gradients.
     """
     declared = subject.implementation.tangents
     if not declared:
@@ -50,13 +51,14 @@ def check_tangents(subject: Subject) -> Iterator[Judgement]:
         return
     directions = _draw_directions(subject)
     results = [name for name in declared if name != "gradients"]
+    is_central = _is_central(subject)
     if results:
         yield from run_subcheck("jvp", functools.partial(_check_results, subject, directions, results, "jvp"))
-        if _has_every_operand(subject):
+        if is_central:
             for how in ("linearize", "jacfwd"):
                 yield from run_subcheck(how, functools.partial(_check_results, subject, directions, results, how))
             yield from run_subcheck("alone", functools.partial(_check_each_alone, subject, directions, results))
-    if "gradients" in declared and subject.case.dtype == "f32":
+    if "gradients" in declared and is_central and subject.case.dtype == "f32":
         orders: list[tangent_calls.Order] = ["jvp_of_grad", *(["grad_of_jvp"] if "out" in results else [])]
         for order in orders:
             check = functools.partial(_check_gradients, subject, directions["all"].tangents, order)
@@ -81,20 +83,17 @@ def _draw_directions(subject: Subject) -> dict[str, _Direction]:
         one = np.zeros_like(every["k"])
         one[(*live[len(live) // 2], 0)] = 1
         drawn["one"] = {**still, "k": one}
-    expected = functools.partial(
-        tangent_oracle.compute_tangents,
-        problem,
-        arithmetic=declared.arithmetic,
-        formulas=declared.formulas,
-        empty_rows=subject.empty_rows,
+    expected = tangent_oracle.compute_tangents(
+        problem, list(drawn.values()), declared.arithmetic, declared.formulas, subject.empty_rows
     )
-    return {label: _Direction(tangents, expected(tangents)) for label, tangents in drawn.items()}
+    pairs = zip(drawn.items(), expected, strict=True)
+    return {label: _Direction(tangents, exact) for (label, tangents), exact in pairs}
 
 
-def _has_every_operand(subject: Subject) -> bool:
-    """Return whether the case is one of those with every supported operand."""
+def _is_central(subject: Subject) -> bool:
+    """Return whether the case is the plainest or one of those with every supported operand."""
     grids = ImplementationGrids(subject.implementation, "quick", subject.case.seed)
-    return subject.case in COMBINED.cases(grids)
+    return subject.case in (*BASE.cases(grids), *COMBINED.cases(grids))
 
 
 def _check_results(

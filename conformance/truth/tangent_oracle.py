@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,17 @@ Direction = Mapping[str, Array]
 
 
 def compute_tangents(
-    problem: Problem, direction: Direction, arithmetic: Arithmetic, formulas: Formulas, empty_rows: EmptyRows
-) -> dict[str, Bounded]:
-    """Compute the tangents of `out` and of `logsumexp` along a direction, with their bounds.
+    problem: Problem,
+    directions: Sequence[Direction],
+    arithmetic: Arithmetic,
+    formulas: Formulas = Formulas(),
+    empty_rows: EmptyRows = "zero",
+) -> list[dict[str, Bounded]]:
+    """Compute the tangents of `out` and of `logsumexp` along each direction, with their bounds.
 
     Args:
       problem: the operands, with the declared order of the soft cap and the terms that are added to logits.
-      direction: the tangents of operands.
+      directions: the directions.
       arithmetic: the declared arithmetic, whose softmax is in f32.
       formulas: the declared formulas.
       empty_rows: what the implementation declares to return for a query that may attend to nothing.
@@ -57,20 +61,24 @@ def compute_tangents(
     u = Roundoff.of(arithmetic, problem)
     batch, q_length, num_q_heads, _ = problem.q.shape
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": (batch, num_q_heads, q_length)}
-    found = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
+    found = [{name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()} for _ in directions]
     for group in iter_head_groups(problem, empty_rows):
-        moved = _MovedGroup.of(group, _move_group(group, problem, direction), u)
-        out, lse = moved.out, moved.logsumexp
-        if group.sinks is not None and not formulas.logsumexp_sink:
-            without = dataclasses.replace(group, sinks=None)
-            lse = _MovedGroup.of(without, dataclasses.replace(moved.motion, sinks=None), u).logsumexp
-        if formulas.logsumexp_base == 2:
-            lse = BoundedNumber(lse.value / math.log(2), lse.error / math.log(2)).stored(U, 0.0)
-        lse = lse.stored(u.residuals, 0.0)
-        for part in ("value", "error"):
-            whole = {name: x.value if part == "value" else x.bound for name, x in found.items()}
-            whole["out"][group.batch, :, group.heads] = getattr(out, part).transpose(1, 0, 2)
-            whole["logsumexp"][group.batch, group.heads] = getattr(lse, part)
+        errors = ForwardErrors.of(group, u, None)
+        without_sink = dataclasses.replace(group, sinks=None)
+        for direction, tangents in zip(directions, found, strict=True):
+            motion = _move_group(group, problem, direction)
+            moved = _MovedGroup.of(group, errors, motion, u)
+            out, lse = moved.out, moved.logsumexp
+            if group.sinks is not None and not formulas.logsumexp_sink:
+                motion = dataclasses.replace(motion, sinks=None)
+                lse = _MovedGroup.of(without_sink, ForwardErrors.of(without_sink, u, None), motion, u).logsumexp
+            if formulas.logsumexp_base == 2:
+                lse = BoundedNumber(lse.value / math.log(2), lse.error / math.log(2)).stored(U, 0.0)
+            lse = lse.stored(u.residuals, 0.0)
+            tangents["out"].value[group.batch, :, group.heads] = out.value.transpose(1, 0, 2)
+            tangents["out"].bound[group.batch, :, group.heads] = out.error.transpose(1, 0, 2)
+            tangents["logsumexp"].value[group.batch, group.heads] = lse.value
+            tangents["logsumexp"].bound[group.batch, group.heads] = lse.error
     return found
 
 
@@ -85,7 +93,7 @@ def compute_gradient_tangents(
     u = Roundoff.of(arithmetic, problem)
     values, bounds = Gradients.zeros(problem), Gradients.zeros(problem)
     for group in iter_head_groups(problem, empty_rows):
-        moved = _MovedGroup.of(group, _move_group(group, problem, direction), u)
+        moved = _MovedGroup.of(group, ForwardErrors.of(group, u, None), _move_group(group, problem, direction), u)
         cotangent = do[group.batch, :, group.heads].astype(np.float64).transpose(1, 0, 2)
         found = moved.differentiate_gradients(cotangent)
         for total, part in ((values, "value"), (bounds, "error")):
@@ -175,9 +183,8 @@ class _MovedGroup:
     out: BoundedNumber
 
     @classmethod
-    def of(cls, group: HeadGroup, motion: _Motion, u: Roundoff) -> _MovedGroup:
+    def of(cls, group: HeadGroup, errors: ForwardErrors, motion: _Motion, u: Roundoff) -> _MovedGroup:
         """Compute the tangents of one group's results, and bound their errors."""
-        errors = ForwardErrors.of(group, u, None)
         x = _move_logits(group, motion, u)
         g = BoundedNumber(group.cap_derivative, bound_cap_derivative_errors(group, errors, u))
         z = x if group.tanh is None else x * g
