@@ -174,18 +174,19 @@ def _accept_any(implementation: Implementation) -> bool:
 def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List cases of training for an implementation that declares tangents, all of which other checks have as well.
 
-    They are the plainest case, those of `FEATURE` and `COMBINED`, and for each dtype the smallest cases of the grid
-    with and without query heads that share keys.
+    They are those of `COMBINED`, `BASE` and `FEATURE`, and for each dtype the smallest cases of the grid with and
+    without query heads that share keys.
     """
     if not grids.implementation.tangents:
         return ()
 
-    def compare(case: Case) -> tuple[bool, int]:
-        return case.distribution != "normal", case.batch * case.num_q_heads * case.q_length * case.kv_length
+    def order(case: Case) -> tuple[bool, bool, int]:
+        size = case.batch * case.num_q_heads * case.q_length * case.kv_length
+        return case.distribution != "normal", case.q_length == 1, size
 
-    ordered = sorted(filter(_trains, grids.grid.cases), key=compare, reverse=True)
+    ordered = sorted(filter(_trains, grids.grid.cases), key=order, reverse=True)
     smallest = {(case.dtype, case.num_q_heads > case.num_kv_heads): case for case in ordered}
-    found = (*BASE.cases(grids), *FEATURE.cases(grids), *COMBINED.cases(grids), *smallest.values())
+    found = (*COMBINED.cases(grids), *BASE.cases(grids), *FEATURE.cases(grids), *smallest.values())
     return tuple(dict.fromkeys(case for case in found if _trains(case)))
 
 
@@ -293,8 +294,8 @@ FEATURE = _build_scope(
 )
 TANGENT = _build_scope(
     "tangent",
-    "for kernels that declare tangents: the plainest case, one for each supported argument and mask, the cases with "
-    "every operand, and small cases of each dtype",
+    "for kernels that declare tangents: the cases with every operand, the plainest, one for each supported argument "
+    "and mask, and small ones of each dtype",
     _list_tangent_cases,
     accepts_any_case=lambda implementation: bool(implementation.tangents),
 )

@@ -59,8 +59,8 @@ def check_tangents(subject: Subject) -> Iterator[Judgement]:
                 yield from run_subcheck(how, functools.partial(_check_results, subject, directions, results, how))
             yield from run_subcheck("alone", functools.partial(_check_each_alone, subject, directions, results))
     if "gradients" in declared and is_central and subject.case.dtype == "f32":
-        orders: list[tangent_calls.Order] = ["jvp_of_grad", *(["grad_of_jvp"] if "out" in results else [])]
-        for order in orders:
+        orders: tuple[tangent_calls.Order, ...] = ("jvp_of_grad", "grad_of_jvp")
+        for order in orders if "out" in results else orders[:1]:
             check = functools.partial(_check_gradients, subject, directions["all"].tangents, order)
             yield from run_subcheck(order, check)
 

@@ -186,7 +186,7 @@ class _MovedGroup:
     def of(cls, group: HeadGroup, errors: ForwardErrors, motion: _Motion, u: Roundoff) -> _MovedGroup:
         """Compute the tangents of one group's results, and bound their errors."""
         x = _move_logits(group, motion, u)
-        g = BoundedNumber(group.cap_derivative, bound_cap_derivative_errors(group, errors, u))
+        g = _bound_slope(group, errors, u)
         z = x if group.tanh is None else x * g
         if group.tanh is not None:  # the slope may be far below its rounding, so the product of both errors counts
             z = BoundedNumber(z.value, z.error + x.error * g.error + 2 * u.cap * np.abs(z.value))
@@ -246,13 +246,12 @@ class _MovedGroup:
         dz, moved_dz = p * r, self.p * r + p * moved_r
         dx, moved_dx = dz, moved_dz
         if group.tanh is not None and group.soft_cap is not None:
-            err_g = bound_cap_derivative_errors(group, self.errors, u)
-            g = BoundedNumber(group.cap_derivative, err_g)
+            g = _bound_slope(group, self.errors, u)
             tanh = BoundedNumber(group.tanh, group.cap_derivative * self.errors.x / group.soft_cap + 4 * u.cap)
             moved_g = exact(-2 / group.soft_cap) * tanh * g * self.x
             dx, moved_dx = dz * g, moved_dz * g + dz * moved_g
-            dx = BoundedNumber(dx.value, dx.error + dz.error * err_g)
-            moved_dx = BoundedNumber(moved_dx.value, moved_dx.error + moved_dz.error * err_g)
+            dx = BoundedNumber(dx.value, dx.error + dz.error * g.error)
+            moved_dx = BoundedNumber(moved_dx.value, moved_dx.error + moved_dz.error * g.error)
         scale, moved_scale = exact(group.scale), exact(group.fixed_scale * motion.factor)
 
         dq = scale * (self._multiply(moved_dx, k) + self._multiply(dx, moved_k))
@@ -299,6 +298,12 @@ def _move_logits(group: HeadGroup, motion: _Motion, u: Roundoff) -> BoundedNumbe
     )
     error = bound_logit_errors(longer, u)
     return BoundedNumber(longer.x, error + bound_coarse_logits(longer, u) if u.coarse else error)
+
+
+def _bound_slope(group: HeadGroup, errors: ForwardErrors, u: Roundoff) -> BoundedNumber:
+    """Return the derivative of the capped logits with its error."""
+    error = bound_cap_derivative_errors(group, errors, u)
+    return BoundedNumber(np.asarray(group.cap_derivative), np.asarray(error))
 
 
 def _transpose(x: BoundedNumber) -> BoundedNumber:
