@@ -301,7 +301,7 @@ TANGENT = _build_scope(
 )
 
 SCOPES = (
-    *(GRID, FIRST, SEARCHED, EXACT, COMBINED, BASE, DECODED),
-    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE, TANGENT),
+    *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED),
+    *(FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""
