@@ -172,6 +172,30 @@ def _accept_any(implementation: Implementation) -> bool:
     return True
 
 
+def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List cases of training for an implementation that declares tangents, all of which other checks have as well.
+
+    They are those of `COMBINED`, `BASE` and `FEATURE`, and for each dtype the smallest cases of the grid with and
+    without query heads that share keys.
+    """
+    if not grids.implementation.tangents:
+        return ()
+
+    def order(case: Case) -> tuple[bool, bool, int]:
+        size = case.batch * case.num_q_heads * case.q_length * case.kv_length
+        return case.distribution != "normal", case.q_length == 1, size
+
+    ordered = sorted(filter(_trains, grids.grid.cases), key=order, reverse=True)
+    smallest = {(case.dtype, case.num_q_heads > case.num_kv_heads): case for case in ordered}
+    found = (*COMBINED.cases(grids), *BASE.cases(grids), *FEATURE.cases(grids), *smallest.values())
+    return tuple(dict.fromkeys(case for case in found if _trains(case)))
+
+
+def _trains(case: Case) -> bool:
+    """Return whether the case is of training."""
+    return case.phase == "train"
+
+
 GRID = Scope(
     name="grid",
     about="every case of the covering grids",
@@ -275,9 +299,16 @@ FEATURE = _build_scope(
     accepts_any_case=_accept_any,
     short=True,
 )
+TANGENT = _build_scope(
+    "tangent",
+    "for kernels that declare tangents: the cases with every operand, the plainest, one for each supported argument "
+    "and mask, and small ones of each dtype",
+    _list_tangent_cases,
+    accepts_any_case=lambda implementation: bool(implementation.tangents),
+)
 
 SCOPES = (
-    *(GRID, FIRST, SEARCHED, EXACT, COMBINED, BASE, DECODED),
+    *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED),
     *(FRONT, DROPPED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

@@ -28,6 +28,7 @@ from conformance.check_api.scopes import (
     GRID,
     INTERPRETED,
     SEARCHED,
+    TANGENT,
     Scope,
 )
 from conformance.extensions import load_attribute
@@ -86,6 +87,7 @@ CHECKS: tuple[Check, ...] = (
     Check("invariance", COMBINED),
     Check("limits", COMBINED),
     Check("differentiation", COMBINED),
+    Check("tangents", TANGENT),
     Check("transforms", COMBINED),
     Check("calls", COMBINED),
     Check("sharding", COMBINED),

@@ -38,6 +38,7 @@ SMOKE_CHECKS = (
     "refusals",
     "limits",
     "differentiation",
+    "tangents",
     "front_end",
     "memory",
     "program",
@@ -46,8 +47,9 @@ SMOKE_CHECKS = (
 )
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
 # Of `front_end`, `smoke` has the first two cases, which have every part of a front end between them. Of `ensemble`, it
-# has one query over a cache, which shows sums rounded from block to block, truncated results and rounded splits.
-_MOST_SMOKE_CASES = {"front_end": 2, "ensemble": 1}
+# has one query over a cache, which shows sums rounded from block to block, truncated results and rounded splits. Of
+# `tangents`, it has the case with every operand.
+_MOST_SMOKE_CASES = {"front_end": 2, "ensemble": 1, "tangents": 1}
 
 # The number of cases of which `smoke` evaluates the kernel in float64: the plainest, and one with many operands.
 _SMOKE_EXACT_CASES = 2

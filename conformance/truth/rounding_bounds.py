@@ -189,7 +189,7 @@ def compute_expectation_for_roundoff(
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
     for group in iter_head_groups(problem, empty_rows):
-        errors = _ForwardErrors.of(group, u, None if inexact is None else inexact.of(group))
+        errors = ForwardErrors.of(group, u, None if inexact is None else inexact.of(group))
         _store_forward(forward, group, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
             _add_gradients(values, bounds, group, errors, cotangent, u, inexact)
@@ -200,7 +200,7 @@ def compute_expectation_for_roundoff(
 
 
 @dataclasses.dataclass(frozen=True)
-class _ForwardErrors:
+class ForwardErrors:
     """Errors of the forward pass inside one group, in the notation of the module docstring.
 
     Attributes:
@@ -224,10 +224,10 @@ class _ForwardErrors:
     narrow: LowPrecisionSoftmax | None
 
     @classmethod
-    def of(cls, group: HeadGroup, u: Roundoff, operands: OperandErrors | None) -> _ForwardErrors:
+    def of(cls, group: HeadGroup, u: Roundoff, operands: OperandErrors | None) -> ForwardErrors:
         """Bound the errors of one group's forward pass."""
         keys = group.k.shape[0]
-        x = _bound_logit_errors(group, u)
+        x = bound_logit_errors(group, u)
         if operands is not None:
             x = x + _bound_operand_errors(group, operands)
         z = np.abs(group.z)
@@ -242,7 +242,7 @@ class _ForwardErrors:
         err_z = np.where(group.allowed, err_z, 0.0)
         fine = err_z
         if u.coarse:
-            coarse = _bound_coarse_logits(group, u)
+            coarse = bound_coarse_logits(group, u)
             off = np.where(group.allowed, group.cap_derivative * coarse, 0.0)
             x, err_z = x + coarse, err_z + off
         err_l = (group.p * err_z).sum(axis=-1) + u.gamma(keys)
@@ -262,7 +262,7 @@ class _ForwardErrors:
             )
             fine_out = (group.drop(fine_p) + added) @ np.abs(group.v)
             err_out = np.minimum(err_out, fine_out + _bound_out_shift(group, off))
-            err_out = err_out + _bound_coarse_products(u, np.abs(group.out), group.averaging**2 @ group.v**2)
+            err_out = err_out + bound_coarse_products(u, np.abs(group.out), group.averaging**2 @ group.v**2)
         if (narrow := LowPrecisionSoftmax.of(group, u)) is not None:
             err_out, err_l = err_out + narrow.out, err_l + narrow.share
             err_sink = err_sink + group.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
@@ -278,7 +278,7 @@ def _bound_probability_errors(group: HeadGroup, exponent: Array) -> Array:
     return np.minimum(err_p, np.maximum(group.p, 1 - group.p))
 
 
-def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
+def bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
     """Bound the error of a sum of products whose operands are rounded to fewer bits.
 
     Args:
@@ -298,7 +298,7 @@ def _bound_out_shift(group: HeadGroup, off: Array) -> Array:
     return size[..., None] * np.sqrt(np.maximum(variance, 0.0))
 
 
-def _bound_logit_errors(group: HeadGroup, u: Roundoff) -> Array:
+def bound_logit_errors(group: HeadGroup, u: Roundoff) -> Array:
     """Bound err(x), `[G, T, S]`, except for the errors of rounding q and k to fewer bits (tf32, bf16)."""
     products = group.abs_scale * (np.abs(group.q) @ np.abs(group.k).T)
     magnitude: Array = products
@@ -331,13 +331,13 @@ def _bound_operand_errors(group: HeadGroup, operands: OperandErrors) -> Array:
     return found
 
 
-def _bound_coarse_logits(group: HeadGroup, u: Roundoff) -> Array:
+def bound_coarse_logits(group: HeadGroup, u: Roundoff) -> Array:
     """Bound what rounding q and k to fewer bits (tf32, bf16) adds to err(x), `[G, T, S]`."""
-    found: Array = group.abs_scale * _bound_coarse_products(u, np.abs(group.q @ group.k.T), group.q**2 @ (group.k**2).T)
+    found: Array = group.abs_scale * bound_coarse_products(u, np.abs(group.q @ group.k.T), group.q**2 @ (group.k**2).T)
     return found
 
 
-def _store_forward(forward: dict[str, Bounded], group: HeadGroup, errors: _ForwardErrors, u: Roundoff) -> None:
+def _store_forward(forward: dict[str, Bounded], group: HeadGroup, errors: ForwardErrors, u: Roundoff) -> None:
     """Write one group's results and their bounds into `forward`, which holds those of the whole problem."""
     out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
     out.value[group.batch, :, group.heads] = group.out.transpose(1, 0, 2)
@@ -380,7 +380,7 @@ class _BackwardErrors:
     narrow: SoftmaxGradientErrors | None
 
     @classmethod
-    def of(cls, group: HeadGroup, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
+    def of(cls, group: HeadGroup, errors: ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
         """Compute one group's backward pass for `do [G, T, V]` and `dlse [G, T]`, and bound its errors."""
         keys, v_depth = group.v.shape
         p, abs_do = group.p, np.abs(do)
@@ -391,7 +391,7 @@ class _BackwardErrors:
         dx = group.cap_derivative * dz
         err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(group.v).T)
         if u.coarse:
-            err_dp = err_dp + _bound_coarse_products(u, np.abs(do @ group.v.T), do**2 @ (group.v**2).T)
+            err_dp = err_dp + bound_coarse_products(u, np.abs(do @ group.v.T), do**2 @ (group.v**2).T)
         if errors.operands is not None:
             err_dp = err_dp + abs_do @ errors.operands.v.T
         err_dp = group.drop(err_dp) + (u.probabilities + u.dropout) * np.abs(dp)
@@ -400,7 +400,7 @@ class _BackwardErrors:
         shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         shift = shift + u.base * np.abs(dlse)[..., None]
         err_dz = errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift)
-        err_g = _bound_cap_derivative_errors(group, errors, u)
+        err_g = bound_cap_derivative_errors(group, errors, u)
         err_dx = (group.cap_derivative + err_g) * err_dz + np.abs(dz) * err_g
         live = group.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
         rounding, tiny = u.probabilities + u.products + u.backward, u.tiny * live * (1 + np.abs(r))
@@ -412,7 +412,7 @@ class _BackwardErrors:
         return cls(dx, dz, err_dx, err_dz, err_dsink, group.p_sink * (dlse - d), live, narrow)
 
 
-def _bound_cap_derivative_errors(group: HeadGroup, errors: _ForwardErrors, u: Roundoff) -> Array | float:
+def bound_cap_derivative_errors(group: HeadGroup, errors: ForwardErrors, u: Roundoff) -> Array | float:
     """Bound err(g), the error of the soft cap's derivative, `[G, T, S]`; 0 without a cap."""
     if group.tanh is None or group.soft_cap is None:
         return 0.0
@@ -424,7 +424,7 @@ def _add_gradients(
     values: Gradients,
     bounds: Gradients,
     group: HeadGroup,
-    errors: _ForwardErrors,
+    errors: ForwardErrors,
     cotangent: Cotangent,
     u: Roundoff,
     inexact: OperandErrors | None,
@@ -440,7 +440,7 @@ def _add_gradients(
     if len(rows) < dlse.shape[1]:
         # Only queries with a cotangent are computed: the others have no gradient, and so no error.
         group, do, dlse = group.only(rows), do[:, rows], dlse[:, rows]
-        errors = _ForwardErrors.of(group, u, None if inexact is None else inexact.of(group, rows))
+        errors = ForwardErrors.of(group, u, None if inexact is None else inexact.of(group, rows))
     back = _BackwardErrors.of(group, errors, do, dlse, u)
     dk_by_head = group.scale * (back.dx.transpose(0, 2, 1) @ group.q)  # [G, S, H]
     dv_by_head = group.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
@@ -472,10 +472,10 @@ def _add_gradients(
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
     if u.coarse:
         dx2 = group.scale**2 * back.dx**2
-        err_dq = err_dq + _bound_coarse_products(u, np.abs(dq), dx2 @ group.k**2)
-        err_dk = err_dk + _bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ group.q**2).sum(axis=0)
+        err_dq = err_dq + bound_coarse_products(u, np.abs(dq), dx2 @ group.k**2)
+        err_dk = err_dk + bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ group.q**2).sum(axis=0)
         p2 = group.averaging.transpose(0, 2, 1) ** 2
-        err_dv = err_dv + _bound_coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
+        err_dv = err_dv + bound_coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
     err_dx, err_dz = back.err_dx + terms * abs_dx, back.err_dz + terms * np.abs(back.dz)
     if back.narrow is not None:
         err_dq, err_dx, err_dz = err_dq + back.narrow.dq, err_dx + back.narrow.dx, err_dz + back.narrow.dz
@@ -506,15 +506,15 @@ def _sum_scaled(group: HeadGroup, by_head: Array) -> Array:
 
 
 def _bound_factor_gradient(
-    group: HeadGroup, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
+    group: HeadGroup, operand: str, back: _BackwardErrors, errors: ForwardErrors, u: Roundoff
 ) -> Array:
     """Bound the gradient's error of a factor that differs by query head, `[G]`: `E(df)` in the module docstring."""
     others = group.drop_factor(operand)
-    err_logit = _bound_logit_errors(others, u)
+    err_logit = bound_logit_errors(others, u)
     if errors.operands is not None:
         err_logit = err_logit + _bound_operand_errors(others, errors.operands)
     if u.coarse:
-        err_logit = err_logit + _bound_coarse_logits(others, u)
+        err_logit = err_logit + bound_coarse_logits(others, u)
     err_dx = back.err_dx if back.narrow is None else back.err_dx + back.narrow.dx
     by_row = (err_dx * np.abs(others.x) + np.abs(back.dx) * err_logit).sum(axis=-1)
     terms = np.abs(back.dx * others.x)

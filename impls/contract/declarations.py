@@ -35,6 +35,9 @@ Refuses = Literal["NotImplementedError", "ValueError"]
 Rounding = Literal["f32", "input"]
 ScaledQ = Literal[False, True, "base2"]
 
+TANGENTS = ("out", "logsumexp", "gradients")
+"""What may have tangents in forward mode."""
+
 
 def declared(default: Any, says: str, *, loosens: str = "nothing") -> Any:
     """Return the field of a declaration; `loosens` says what the field lets be judged less strictly, or not at all."""
@@ -189,6 +192,11 @@ class Behaviour:
         '`"linear"` if temporary memory of forward and backward grows no faster than the lengths, which the check '
         "`memory` then tests",
     )
+    tangents: Collection[str] = declared(
+        (),
+        'what `jax.jvp` differentiates in forward mode, which the check `tangents` then judges: `("out", '
+        '"logsumexp")`, and `"gradients"` if gradients have tangents as well',
+    )
 
     dropout_mask: DropoutMask = declared(
         "shape",
@@ -210,6 +218,10 @@ class Behaviour:
             raise ValueError(f"dropout_shared names 'batch', 'heads' or both, got {unknown[0]!r}")
         object.__setattr__(self, "dropout_shared", tuple(sorted(self.dropout_shared)))
         object.__setattr__(self, "unordered_sums", tuple(name for name in GRADIENTS if name in self.unordered_sums))
+        if unknown := sorted(set(self.tangents) - set(TANGENTS)):
+            known = ", ".join(map(repr, TANGENTS))
+            raise ValueError(f"tangents names results: {unknown[0]!r} is none of {known}")
+        object.__setattr__(self, "tangents", tuple(name for name in TANGENTS if name in self.tangents))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,6 +326,7 @@ class Declarations(TypedDict, total=False):
     dropout_mask: DropoutMask
     dropout_shared: Collection[str]
     memory: Literal["linear"] | None
+    tangents: Collection[str]
     causal: CausalFrom
     refuses: Refuses
     open_sides: OpenSide

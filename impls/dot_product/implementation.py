@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from cases.case import Case
-from impls.contract.declarations import Arithmetic
+from impls.contract.declarations import TANGENTS, Arithmetic
 from impls.contract.implementation import Implementation
 from impls.dot_product.attention import EINSUMS, attention
 
@@ -31,6 +31,7 @@ def build_implementation(name: str, **options: Any) -> Implementation:
         supports_case=_refuse_large_logits if rounds_logits else None,
         empty_rows="zero",
         behind_mask="any",
+        tangents=TANGENTS,
         validates=True,
         variants=_build_axis_variants(options),
     )

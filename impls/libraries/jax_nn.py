@@ -150,6 +150,7 @@ def _build_implementation(backend: str) -> Implementation:
         # (`--xla_gpu_exclude_nondeterministic_ops`, https://github.com/openxla/xla/pull/14125).
         unordered_sums=frozenset({"dq", "dk", "dv"}) if cudnn else frozenset(),
         empty_rows="undefined" if cudnn else "mean",
+        tangents=() if cudnn else ("out", "gradients"),
         # cuDNN's mask is added to the logits, so the NaN logit of a hidden key stays NaN.
         behind_mask="finite" if cudnn else "any",
         accelerator=Accelerator(platform="gpu", absent=None if runs_on("gpu") else NO_GPU) if cudnn else Accelerator(),

@@ -125,6 +125,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("declare", "gradients", 3),
     ("declare", "gradients", "qkv"),
     ("declare", "unordered_sums", "dq"),
+    ("declare", "tangents", "out"),
     ("declare", "residuals", 3),
     ("declare", "scaled_q", 1),
     ("declare", "block_sums", 1.5),

@@ -29,6 +29,7 @@ from tests.planted.features import (
     merging,
     moba,
     refusing,
+    tangents,
 )
 from tests.planted.serving import (
     batches,
@@ -76,6 +77,7 @@ _MODULES = (
     extreme_values,
     splash_tpu,
     refusing,
+    tangents,
 )
 
 # Of the bugs that were written beyond the grid, some that only one check sees.

@@ -18,7 +18,7 @@ from tests.bank.examination import iter_red_records, shows_as_declared
 from tests.bank.planted_bug import load_bank
 from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
-from tests.planted.features import caches
+from tests.planted.features import caches, tangents
 from tests.planted.planting import flex, latent, moba, page_writes, ring_cache, served
 from tests.sensitivity.nightly_bugs import sample_by_kind
 
@@ -59,6 +59,7 @@ CORRECT = {
     "latent": latent.dense_latent("correct"),
     "latent-pages": latent.paged_latent("correct"),
     "ring": ring_cache.build_implementation("correct"),
+    "tangents": tangents.correct(),
 }
 
 
