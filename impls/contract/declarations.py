@@ -32,6 +32,8 @@ OpenSide = Literal[None, -1, "length"]
 Products = Literal["exact", "tf32", "bf16"]
 Refuses = Literal["NotImplementedError", "ValueError"]
 Rounding = Literal["f32", "input"]
+CheckVma = Literal[False, True, "both"]
+TokenOrder = Literal["contiguous", "balanced", "striped"]
 ScaledQ = Literal[False, True, "base2"]
 
 
@@ -189,6 +191,12 @@ class Behaviour:
         "`memory` then tests",
     )
 
+    check_vma: CheckVma = declared(
+        False,
+        "the settings of `check_vma` under which a call on several devices is right, for a function with "
+        "`context_axes`: a `psum` in a custom backward pass is right with True, and too large with False",
+    )
+
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
@@ -230,6 +238,19 @@ class Conventions:
         'the parameters, such as `("window_size",)`, that never get a value and need none to be judged: their '
         "defaults are all that is used",
         loosens="what these parameters do is not judged, and the verdict does not count them as never called",
+    )
+
+
+    context_axes: Collection[str] = declared(
+        (),
+        'the mesh axes, such as `("context",)`, if the function is called inside a `shard_map` with the tokens of one '
+        "device; with two axes, the second is the inner one and has two devices",
+        loosens="cases are unsupported if the devices do not divide their lengths",
+    )
+    token_order: TokenOrder = declared(
+        "contiguous",
+        'which tokens a device has, with `context_axes`: `"contiguous"` parts, `"balanced"` (chunks `r` and '
+        '`2 * n - 1 - r` of `2 * n`), or `"striped"` (each `n`th token)',
     )
 
 
@@ -301,6 +322,9 @@ class Declarations(TypedDict, total=False):
     negative_ids: NegativeIds
     empty_sequences: bool
     ignores: Collection[str]
+    context_axes: Collection[str]
+    token_order: TokenOrder
+    check_vma: CheckVma
     open_questions: Collection[str]
     differentiable_residuals: bool
     gradients: Collection[str] | None
