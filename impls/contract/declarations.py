@@ -290,6 +290,12 @@ class Declaration(Conventions, Behaviour, Formulas, Arithmetic):
                 raise ValueError(
                     f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
                 )
+        object.__setattr__(self, "context_axes", tuple(self.context_axes))
+        if len(self.context_axes) > 2:
+            raise ValueError(f"context_axes must be one or two mesh axes, got {self.context_axes}")
+        for name in () if self.context_axes else ("token_order", "check_vma"):
+            if getattr(self, name) != getattr(Declaration, name):
+                raise ValueError(f"{name} needs context_axes, the mesh axes of a function that runs on each device")
 
     def select(self, kind: type[Any]) -> dict[str, Any]:
         """Return the declarations that are fields of a class, as keyword arguments."""
