@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from impls.contract.declarations import TokenOrder
 from impls.explicit_sharding import find_explicit_mesh
 
+_POSITIONAL = ("q", "k", "v")
 # The axis of tokens in each operand that has one, and of a second one, along which every device has all tokens.
 _TOKEN_AXES = {"q": (1,), "k": (1,), "v": (1,), "segment_ids": (1,), "mask": (2, 3), "bias": (2, 3)}
 
@@ -47,7 +48,7 @@ def call_on_devices(
     """
     if jax.sharding.get_abstract_mesh().manual_axes or find_explicit_mesh((operands, options)) is not None:
         raise NotImplementedError("the judge makes the mesh on which the function is called")
-    given = {**dict(zip(("q", "k", "v"), operands, strict=True)), **options}
+    given = {**dict(zip(_POSITIONAL, operands, strict=True)), **options}
     arrays = {name: x for name, x in given.items() if x is not None and all(map(_is_array, _list_parts(x)))}
     static = {name: x for name, x in given.items() if name not in arrays}
     multiple = count_multiple(order, devices)
@@ -62,8 +63,8 @@ def call_on_devices(
     specs = {name: _map_parts(functools.partial(_build_spec, name, tokens), x) for name, x in arrays.items()}
 
     def on_device(arrays: dict[str, Any]) -> Any:
-        named = {**arrays, **static}
-        return function(*(named.pop(name) for name in ("q", "k", "v")), **named)
+        first = [arrays[name] for name in _POSITIONAL]
+        return function(*first, **{name: x for name, x in arrays.items() if name not in _POSITIONAL}, **static)
 
     returned = jax.shard_map(
         on_device,
