@@ -10,7 +10,6 @@ from impls import block_flash
 from impls.context_parallel.attention import DEFAULT_DEVICES, UNSUPPORTED, Method, attention
 from impls.contract.implementation import Accelerator, Implementation
 
-
 _DESCRIPTIONS: dict[Method, str] = {
     "all_gather": "all-gather of keys and values, load-balanced order",
     "ring": "keys and values in a ring, load-balanced order",

@@ -240,7 +240,6 @@ class Conventions:
         loosens="what these parameters do is not judged, and the verdict does not count them as never called",
     )
 
-
     context_axes: Collection[str] = declared(
         (),
         'the mesh axes, such as `("context",)`, if the function is called inside a `shard_map` with the tokens of one '

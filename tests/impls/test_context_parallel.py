@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import jax
@@ -24,12 +24,13 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
-from impls.context_parallel.sequence_layout import build_schedule, restrict_mask
+from impls.context_parallel.sequence_layout import TokenOrder, build_schedule, restrict_mask
 from impls.contract.implementation import Implementation
 from reports import records
 from reports.records import RED, UNJUDGED
 
-layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans())
+ORDERS = get_args(TokenOrder)
+layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.sampled_from(ORDERS), st.integers(1, 3))
 
 
 @settings(max_examples=15, deadline=None)  # each shape compiles
@@ -112,7 +113,7 @@ def _pairs(mask: Mask | None, layout: Layout) -> int:
 
 
 def test_a_step_with_nothing_allowed_has_no_kernel() -> None:
-    layout = Layout(64, 4, balanced=False)
+    layout = Layout(64, 4, "contiguous")
     plan = build_schedule(Causal(), layout, layout)
     assert sum(mask is None for mask in plan.masks) == 1
     assert np.sum([[plan.masks[i] is None for i in row] for row in plan.table]) == 6
@@ -123,7 +124,7 @@ def test_a_step_with_nothing_allowed_has_no_kernel() -> None:
         return dot_product.attention(*args, **options)
 
     q = jnp.ones((1, 64, 1, 4))
-    call = functools.partial(context_parallel.attention, mask=Causal(), kernel=counted, balanced=False)
+    call = functools.partial(context_parallel.attention, mask=Causal(), kernel=counted, order="contiguous")
     jax.eval_shape(call, q, q, q)
     assert len({id(mask) for mask in called}) == 2  # the diagonal and the full block, whatever the devices
 

@@ -28,6 +28,7 @@ from tests.planted.features import (
     merging,
     moba,
     refusing,
+    shared_sequences,
 )
 from tests.planted.serving import (
     batches,
@@ -74,6 +75,7 @@ _MODULES = (
     extreme_values,
     splash_tpu,
     refusing,
+    shared_sequences,
 )
 
 # Of the bugs that were written beyond the grid, some that only one check sees.
