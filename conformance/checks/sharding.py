@@ -84,9 +84,10 @@ def _check_devices(subject: Subject, devices: int, check_vma: bool) -> Iterator[
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     rows = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
-    drawn = draw_cotangent(case).logsumexp
-    differentiable = "logsumexp" in subject.implementation.differentiable_residuals and drawn is not None
-    cotangent = Cotangent("random", do, np.where(rows, drawn, np.float32(0)) if differentiable else None)
+    dlse = None
+    if "logsumexp" in subject.implementation.differentiable_residuals:
+        dlse = np.where(rows, draw_cotangent(case).logsumexp, np.float32(0))  # type: ignore[arg-type] # is drawn
+    cotangent = Cotangent("random", do, dlse)
     pulled = (cotangent,) if subject.has_gradients else ()
     got = subject.executor.run(sharded_calls.run_on_devices, devices, check_vma, problem, (*pulled, None)[0])
     expected = subject.expect(problem, pulled)

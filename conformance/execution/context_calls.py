@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from impls.contract.declarations import TokenOrder
-from impls.explicit_sharding import find_explicit_mesh
 
 _POSITIONAL = ("q", "k", "v")
 # The axis of tokens in each operand that has one, and of a second one, along which every device has all tokens.
@@ -46,7 +45,7 @@ def call_on_devices(
       NotImplementedError: the call is inside a `shard_map`, its operands lie on a mesh of explicit axes, or the devices
         do not divide the lengths.
     """
-    if jax.sharding.get_abstract_mesh().manual_axes or find_explicit_mesh((operands, options)) is not None:
+    if jax.sharding.get_abstract_mesh().manual_axes or any(map(_lies_on_explicit_mesh, jax.tree.leaves(operands))):
         raise NotImplementedError("the judge makes the mesh on which the function is called")
     given = {**dict(zip(_POSITIONAL, operands, strict=True)), **options}
     arrays = {name: x for name, x in given.items() if x is not None and all(map(_is_array, _list_parts(x)))}
@@ -56,8 +55,8 @@ def call_on_devices(
     if any(length % multiple for length in lengths):
         raise NotImplementedError(f"{devices} devices in {order} order do not divide {lengths[0]} and {lengths[1]}")
     tokens = tuple(axes)
-    results = PartitionSpec(None, tokens)  # type: ignore[no-untyped-call]
-    rows = PartitionSpec(None, None, tokens)  # type: ignore[no-untyped-call]
+    results = PartitionSpec(None, tokens)
+    rows = PartitionSpec(None, None, tokens)
     move = functools.partial(_move_tokens, order=order, devices=devices)
     moved = {name: _map_parts(functools.partial(move, axes=_TOKEN_AXES.get(name, ())), x) for name, x in arrays.items()}
     specs = {name: _map_parts(functools.partial(_build_spec, name, tokens), x) for name, x in arrays.items()}
@@ -96,6 +95,10 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
+def _lies_on_explicit_mesh(x: Any) -> bool:
+    return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
 def _move_tokens(x: Any, *, axes: tuple[int, ...], order: TokenOrder, devices: int, inverse: bool = False) -> Any:
     """Reorder tokens along `axes`, except along axes of size 1, from the order of the sequence or back to it."""
     for axis in axes:
@@ -109,7 +112,7 @@ def _build_spec(name: str, tokens: tuple[str, ...], x: Any) -> Any:
     """Return the spec of an array: sharded along its first axis of tokens, if that is not of size 1."""
     axis = _TOKEN_AXES.get(name, (0,))[0]
     shared = name in _TOKEN_AXES and x.shape[axis] > 1
-    return PartitionSpec(*(None,) * axis, tokens) if shared else PartitionSpec()  # type: ignore[no-untyped-call]
+    return PartitionSpec(*(None,) * axis, tokens) if shared else PartitionSpec()
 
 
 @functools.lru_cache(maxsize=8)

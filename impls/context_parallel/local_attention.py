@@ -96,7 +96,7 @@ class LocalAttention:
             nothing = jnp.full(rows, -jnp.inf, jnp.float32)
             logsumexp = nothing if x.sinks is None else jnp.broadcast_to(x.sinks[None, :, None], rows)
             empty = Outputs(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), jnp.float32), logsumexp, nothing)
-            return mark_varying(empty, find_varying_axes(x))  # type: ignore[no-any-return]
+            return mark_varying(empty, find_varying_axes(x))
         out, residuals = self.kernel(
             x.q,
             x.k,

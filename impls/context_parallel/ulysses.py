@@ -182,7 +182,7 @@ def _exchange_wide(axis_name: str, operands: Operands) -> Operands:
     """Exchange tokens for heads; results and their gradients are f32, since the gradients of replicas are summed."""
     found = exchange_operands(operands, axis_name)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), found._replace(segment_ids=None))
-    return wide._replace(segment_ids=found.segment_ids)  # type: ignore[no-any-return]
+    return wide._replace(segment_ids=found.segment_ids)
 
 
 def _exchange_forward(axis_name: str, operands: Operands) -> tuple[Operands, Operands]:
