@@ -13,7 +13,12 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
     "impls.block_flash": ("block_flash", "block_flash_packed", "block_flash_latent"),
     "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused", "splash_tpu_packed"),
     "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic", "flash_gpu_packed"),
-    "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
+    "impls.context_parallel": (
+        "block_flash_allgather",
+        "block_flash_ring",
+        "block_flash_ulysses",
+        "block_flash_usp",
+    ),
     "impls.auto": (
         "auto",
         "auto_moba_tpu",

@@ -5,6 +5,9 @@
 - It runs on arrays with explicit shardings, without `shard_map`.
 - It is traced under `shard_map` with `check_vma=True`, JAX's check of the axes over which values differ.
 - It runs outside `jit` on arrays that lie on the second device.
+- A call whose sequence several devices share (`Implementation.on_devices`) runs on 2, 4 and 8 devices, with each
+  declared `check_vma`. There are fewer key heads than devices, if the call supports that, and a window or segments that
+  cross the borders of the devices.
 
 Four devices are needed. On CPU they are virtual: `conformance.environment` requests them from XLA. Queries are sharded
 in the load-balanced order of context parallelism (docs/contract.md, section 3). Each device gets the mask of its own
@@ -13,6 +16,7 @@ queries.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,6 +36,8 @@ from conformance.executor_tasks import sharded_calls, single_calls
 from conformance.executor_tasks.sharded_calls import DEVICES
 from reports import records
 
+_COUNTS = (2, 4, 8)  # numbers of devices that share a sequence
+_SETTINGS = {False: (False,), True: (True,), "both": (False, True)}  # of `check_vma`, by what is declared
 # Specs of arrays that differ along the sharded axis, in place of an array that all devices share.
 _DENSE: dict[sharded_calls.ShardedAxis, str] = {"batch": "densebatch-d60", "heads": "densehead-d60"}
 
@@ -42,11 +48,7 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
         yield build_unsupported("all", f"the contract does not define which part of {kind} operands each device gets")
         return
     if (count := subject.executor.devices) < DEVICES:
-        reason = (
-            f"{DEVICES} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
-            f"--xla_force_host_platform_device_count={DEVICES} (it is set unless XLA_FLAGS is set already)"
-        )
-        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
+        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=_explain_devices(DEVICES, count))
         return
     for name in get_args(sharded_calls.ShardedAxis):
         try:
@@ -62,6 +64,55 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
         )
     for name, judge in (("explicit", _check_explicit), ("checked", _check_vma), ("second", _check_second_device)):
         yield from run_subcheck(name, functools.partial(_check_unless_refused, subject, judge))
+    if subject.implementation.on_devices is not None:
+        for devices, vma in itertools.product(_COUNTS, _SETTINGS[subject.implementation.check_vma]):
+            name = f"devices_{devices}" + ("_checked" if vma else "")
+            yield from run_subcheck(name, functools.partial(_check_devices, subject, devices, vma))
+
+
+def _check_devices(subject: Subject, devices: int, check_vma: bool) -> Iterator[Judgement]:
+    """Check all results and gradients of a call whose sequence so many devices share."""
+    if (count := subject.executor.devices) < devices:
+        yield build_unsupported("all", _explain_devices(devices, count))
+        return
+    cases = list(_list_shared_cases(subject.case, devices))
+    reasons = [subject.implementation.supports(each) for each in cases]
+    case = next((each for each, reason in zip(cases, reasons, strict=True) if reason is None), None)
+    if case is None:
+        yield build_unsupported("all", reasons[0] or "")
+        return
+    problem = draw_problem(case)
+    do, judged = _draw_cotangent(subject, case, problem)
+    rows = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
+    dlse = None
+    if "logsumexp" in subject.implementation.differentiable_residuals:
+        dlse = np.where(rows, draw_cotangent(case).logsumexp, np.float32(0))  # type: ignore[arg-type] # is drawn
+    cotangent = Cotangent("random", do, dlse)
+    pulled = (cotangent,) if subject.has_gradients else ()
+    got = subject.executor.run(sharded_calls.run_on_devices, devices, check_vma, problem, (*pulled, None)[0])
+    expected = subject.expect(problem, pulled)
+    yield _judge(subject, "out", got["out"], expected.forward["out"], judged)
+    for name in sorted(subject.implementation.residuals):
+        yield _judge(subject, name, got[name], expected.forward[name], rows)
+    for name in (name for name in GRADIENT_OF.values() if name in got and pulled):
+        if name in subject.implementation.gradients:
+            yield _judge(subject, name, got[name], expected.gradients[0][name], None)
+
+
+def _list_shared_cases(case: Case, devices: int) -> Iterator[Case]:
+    """Yield cases with two query heads a device, by preference with few key heads and a window across devices."""
+    few = 1 if devices == _COUNTS[0] else 2
+    for num_kv_heads, spec in itertools.product((few, 2 * devices), ("window-l40-r0", case.mask)):
+        shaped = dataclasses.replace(case, num_q_heads=2 * devices, num_kv_heads=num_kv_heads)
+        with contextlib.suppress(CaseIdError):
+            yield replace_mask(shaped, spec, keep_operands=True)
+
+
+def _explain_devices(needed: int, count: int) -> str:
+    return (
+        f"{needed} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
+        f"--xla_force_host_platform_device_count={needed} (it is set to {DEVICES} unless XLA_FLAGS is set already)"
+    )
 
 
 def _check_unless_refused(

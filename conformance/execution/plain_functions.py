@@ -53,6 +53,7 @@ _OPTIONS: tuple[str, ...] = ("causal", "window", *_MASKS_BY_NAME, "mask", *(oper
 _OPTIONS += (*_DROPOUT, "save_residuals")
 
 
+_CONTEXT_DEVICES = 4  # the check `sharding` takes other numbers too
 _NONE = re.compile(r"\bNone(Type)?\b")
 
 
@@ -99,8 +100,13 @@ def build_implementation(
     explicit = _list_explicit_options(signature)
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
+    axes, order = declaration.context_axes, declaration.token_order
+    if axes and form is not None:
+        raise NotAnAttentionFunction(f"{name} declares context_axes, and stored operands have no axis of tokens")
 
-    def call_by_position(*operands: Any, **options: Any) -> Any:
+    def call_by_position(
+        *operands: Any, devices: int = _CONTEXT_DEVICES, check_vma: bool = declaration.check_vma is True, **options: Any
+    ) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
         given = {n: value for n, value in options.items() if value is not None and value is not False}
@@ -118,6 +124,11 @@ def build_implementation(
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
         with _hint_at_open_sides(given.get("window")):
+            if axes:
+                from conformance.execution.context_calls import call_on_devices  # imports JAX
+
+                how: Any = {"axes": axes, "order": order, "devices": devices, "check_vma": check_vma}
+                return call_on_devices(invoke, operands, {**explicit, **given}, **how)
             return invoke(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -147,6 +158,7 @@ def build_implementation(
             others,
             scales=plain_storage.find_required_scales(signature, form),
             empty_sequences=declaration.empty_sequences,
+            multiple=(2 if order == "balanced" else 1) * _CONTEXT_DEVICES if axes else 1,
         ),
         arithmetic=Arithmetic(**declaration.select(Arithmetic)),
         formulas=Formulas(**declaration.select(Formulas)),
@@ -158,6 +170,8 @@ def build_implementation(
         storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,
+        devices=_CONTEXT_DEVICES if axes else 1,
+        on_devices=(lambda count, vma: functools.partial(call, devices=count, check_vma=vma)) if axes else None,
         conventions=list_declared(declaration, Conventions),
         open_questions=tuple(declaration.open_questions),
         redeclare=functools.partial(_rebuild, function, name, products),

@@ -47,6 +47,7 @@ class PlainSupport:
     # The names of the scale parameters without a default; without scales the function cannot take a cache.
     scales: tuple[str, ...] = ()
     empty_sequences: bool = True  # whether stored sequences may have no queries or no keys
+    multiple: int = 1  # the number of which both lengths are multiples, since devices share them
 
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""
@@ -58,6 +59,8 @@ class PlainSupport:
             ):
                 return refusal
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
+        if case.q_length % self.multiple or case.kv_length % self.multiple:
+            return f"lengths {case.q_length} and {case.kv_length}: no multiples of {self.multiple}, for the devices"
         is_chosen = "moba" in case.features
         if case.mask == "full" or ("mask" in self.parameters and not is_chosen):
             return None

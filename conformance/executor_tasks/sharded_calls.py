@@ -1,6 +1,7 @@
 """Tasks of the check `sharding`: run the call on several devices.
 
-The call runs under `shard_map` over batch rows, heads or queries, or on a mesh of explicit axes.
+The call runs under `shard_map` over batch rows, heads or queries, or on a mesh of explicit axes. A call whose sequence
+several devices share makes its own mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cases.masks import Dense
 from cases.operand import Axes, Operand
 from cases.operand_registry import OPERANDS
-from cases.operand_values import Problem
+from cases.operand_values import Cotangent, Problem
 from conformance.execution.executor import Arrays, Executor, Values, pull_back
 
 DEVICES = 4
@@ -63,6 +64,20 @@ def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | 
         if do is None:
             return np.asarray(jax.jit(call)(placed)), {}
         return _copy_to_host(jax.jit(functools.partial(pull_back, call))(placed, place(do, out_spec)))
+
+
+def run_on_devices(
+    executor: Executor, devices: int, check_vma: bool, problem: Problem, cotangent: Cotangent | None
+) -> Values:
+    """Return the results of the call whose sequence so many devices share, and gradients for a cotangent."""
+    declared = executor.implementation
+    assert declared.on_devices is not None
+    shared = executor.with_call(declared.on_devices(devices, check_vma))
+    found = (shared.residuals if declared.residuals else shared.forward)(problem).values
+    if cotangent is None:
+        return found
+    gradients = shared.gradients if cotangent.logsumexp is None else shared.gradients_lse
+    return {**gradients(problem, cotangent).values, **found}
 
 
 def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | None) -> None:

@@ -32,13 +32,13 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
 
 def _serialize(value: Any, hint: Any) -> Any:
     """Return a value as plain data. Of a function, only its presence is known elsewhere."""
-    if dataclasses.is_dataclass(value):
-        return {name: _serialize(getattr(value, name), part) for name, part in _read_hints(type(value)).items()}
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Mapping:
         return {name: _serialize(item, parts[1]) for name, item in value.items()}
-    if _is_function(hint):
-        return value is not None
+    if _is_function(hint) and not isinstance(value, PlainSupport):
+        return value is not None  # also for a proxy, which is a dataclass
+    if dataclasses.is_dataclass(value):
+        return {name: _serialize(getattr(value, name), part) for name, part in _read_hints(type(value)).items()}
     if kind in (frozenset, Collection):
         return sorted(value)
     return list(value) if kind is tuple else value

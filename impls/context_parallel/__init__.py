@@ -5,5 +5,6 @@ from impls.context_parallel.attention import attention
 from impls.context_parallel.implementation import IMPLEMENTATIONS, build_implementation
 from impls.context_parallel.ring import ring
 from impls.context_parallel.sequence_layout import Layout
+from impls.context_parallel.ulysses import ulysses, usp
 
-__all__ = ["IMPLEMENTATIONS", "Layout", "all_gather", "attention", "build_implementation", "ring"]
+__all__ = ["IMPLEMENTATIONS", "Layout", "all_gather", "attention", "build_implementation", "ring", "ulysses", "usp"]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 from cases.masks import Mask
 from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
 from impls.context_parallel.sequence_layout import Layout, build_schedule
+from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def all_gather(
@@ -38,7 +39,7 @@ def all_gather(
 
     Args:
       q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
-      k: this device's keys `[B, keys.local, K, H]`, in sequence order (`keys.balanced` false).
+      k: this device's keys `[B, keys.local, K, H]`, in the order of `keys.deal`.
       v: this device's values `[B, keys.local, K, V]`.
       kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
         `logsumexp`. In the backward pass it gets q, k and v in f32, whatever their dtype.
@@ -49,21 +50,18 @@ def all_gather(
       segment_ids: of this device's queries `[B, queries.local]` and keys `[B, keys.local]`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, the same on every device.
-      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys, or 1.
+      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys in sequence order,
+        or 1.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
 
     Returns:
       f32 `out [B, queries.local, N, V]`, and the residuals.
-
-    Raises:
-      ValueError: keys are in balanced order.
     """
-    if keys.balanced:
-        raise ValueError("keys must be in sequence order to be gathered, got a balanced Layout")
-    plan = build_schedule(mask, queries, Layout(keys.length, 1, balanced=False))
+    plan = build_schedule(mask, queries, Layout(keys.length, 1, "contiguous"))
     local = LocalAttention(kernel, plan.masks, soft_cap, scale)
     gathered = _GatherPlan(local, tuple(row[0] for row in plan.table), keys, axis_name)
-    outputs = _attend(gathered, Operands(q, k, v, bias, sinks, segment_ids))
+    operands = Operands(q, k, v, bias, sinks, segment_ids)
+    outputs = _attend(gathered, mark_varying(operands, find_varying_axes(operands)))
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
@@ -90,13 +88,11 @@ class _GatherPlan:
         )
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, self.axis_name, axis=1, tiled=True)[:, : self.keys.length]
+        return self.keys.collect(lax.all_gather(x, self.axis_name, axis=1, tiled=True), 1)
 
     def summed(self, x: jax.Array) -> jax.Array:
         """Sum gradients `x [B, S, K, depth]` of all keys over devices, and return the part of this device's keys."""
-        padding = self.keys.local * self.keys.devices - self.keys.length
-        padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        added: jax.Array = lax.psum_scatter(padded, self.axis_name, scatter_dimension=1, tiled=True)
+        added: jax.Array = lax.psum_scatter(self.keys.deal(x, 1), self.axis_name, scatter_dimension=1, tiled=True)
         return added
 
 

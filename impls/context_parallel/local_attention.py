@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from cases.masks import Mask
+from impls.varying_axes import find_varying_axes, mark_varying
 
 Kernel = Callable[..., Any]
 """An attention function with the contract's arguments and a differentiable `logsumexp` (docs/contract.md, section 1).
@@ -73,7 +74,8 @@ class LocalAttention:
                 moving = self._widened(x._replace(segment_ids=None))
                 outputs, pull = jax.vjp(lambda m: self._call(mask, m._replace(segment_ids=x.segment_ids)), moving)
                 do, dlse = cotangents(outputs)
-                found: Operands = pull(Outputs(do, dlse, jnp.zeros_like(outputs.max_logits)))[0]
+                no_change = mark_varying(jnp.zeros_like(outputs.max_logits), find_varying_axes(outputs))
+                found: Operands = pull(Outputs(do, dlse, no_change))[0]
                 return found
 
             return pull_back
@@ -93,7 +95,8 @@ class LocalAttention:
             rows = (x.q.shape[0], x.q.shape[2], x.q.shape[1])
             nothing = jnp.full(rows, -jnp.inf, jnp.float32)
             logsumexp = nothing if x.sinks is None else jnp.broadcast_to(x.sinks[None, :, None], rows)
-            return Outputs(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), jnp.float32), logsumexp, nothing)
+            empty = Outputs(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), jnp.float32), logsumexp, nothing)
+            return mark_varying(empty, find_varying_axes(x))
         out, residuals = self.kernel(
             x.q,
             x.k,

@@ -23,6 +23,7 @@ from cases.masks import Mask
 from impls import softmax_merge
 from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
 from impls.context_parallel.sequence_layout import Layout, build_schedule
+from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def build_part(out: jax.Array, logsumexp: jax.Array) -> softmax_merge.Part:
@@ -79,7 +80,8 @@ def ring(
     """
     plan = build_schedule(mask, queries, keys)
     steps = _RingPlan(LocalAttention(kernel, plan.masks, soft_cap, scale, wide=True), plan.table, axis_name)
-    outputs = _attend(steps, Operands(q, k, v, bias, None, segment_ids))
+    operands = Operands(q, k, v, bias, None, segment_ids)
+    outputs = _attend(steps, mark_varying(operands, find_varying_axes(operands)))
     out, logsumexp = outputs.out, outputs.logsumexp
     if sinks is not None:
         out, logsumexp = add_sinks(out, logsumexp, sinks)
@@ -145,9 +147,8 @@ def _attend(steps: _RingPlan, operands: Operands) -> Outputs:
     q, v = operands.q, operands.v
     nothing = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
     start = build_part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing)
-    (_, done, top), _ = lax.scan(
-        step, (_list_moving(operands), start, nothing), jnp.arange(steps.devices, dtype=jnp.int32)
-    )
+    begin = mark_varying((_list_moving(operands), start, nothing), find_varying_axes(operands))
+    (_, done, top), _ = lax.scan(step, begin, jnp.arange(steps.devices, dtype=jnp.int32))
     return Outputs(*restore_results(done), top)
 
 
@@ -177,6 +178,7 @@ def _backward(steps: _RingPlan, saved: Any, cotangents: Outputs) -> tuple[Operan
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands._replace(segment_ids=None))
     carry = (_list_moving(operands), (zeros.k, zeros.v), zeros.q, zeros.bias)
+    carry = mark_varying(carry, find_varying_axes(operands))
     (_, (dk, dv), dq, dbias), _ = lax.scan(step, carry, jnp.arange(steps.devices, dtype=jnp.int32))
     found = Operands(dq, dk, dv, dbias, None, None)
     return (jax.tree.map(lambda x, like: x.astype(like.dtype), found, operands._replace(segment_ids=None)),)

@@ -1,25 +1,31 @@
-"""Distribute a sequence over devices in equal, balanced chunks, and compute the masks between two devices."""
+"""Distribute a sequence over devices in one of three orders, and compute the masks between two devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from cases.masks import And, Dense, Full, Lengths, Mask, Or
+from cases.masks import And, Dense, Full, HeadWindow, Lengths, Mask, Or
+
+TokenOrder = Literal["contiguous", "balanced", "striped"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SequencePlaces:
-    """Sequence positions of a device: one or two runs of `chunk` positions. Positions past `length` are padding."""
+    """Sequence positions of a device: one or two runs of `chunk` positions, `stride` apart.
+
+    Positions past `length` are padding.
+    """
 
     starts: tuple[int, ...]
     chunk: int
     length: int
+    stride: int = 1
 
     @property
     def size(self) -> int:
@@ -29,66 +35,85 @@ class SequencePlaces:
     @property
     def padded(self) -> bool:
         """Whether some of the positions are padding."""
-        return max(self.starts) + self.chunk > self.length
+        return max(self.starts) + (self.chunk - 1) * self.stride >= self.length
 
     def position(self, i: Any) -> Any:
         """Compute the sequence position of local index `i`, for any array type with operators."""
         if len(self.starts) == 1:
-            return i + self.starts[0]
+            return i * self.stride + self.starts[0]
         first, second = self.starts
         return i + first + (i // self.chunk) * (second - first - self.chunk)
+
+    def count_below(self, position: int) -> int:
+        """Count the positions below `position`, for one run."""
+        return int(np.clip(-(-(position - self.starts[0]) // self.stride), 0, self.size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Distribution of a sequence of `length` over `devices`, padded to equal chunks.
+    """Distribution of a sequence of `length` over `devices`, padded to equal chunks of a multiple of `multiple`.
 
-    With `balanced`, there are `2 * devices` chunks, and device `r` has chunks `r` and `2 * devices - 1 - r`. Under a
-    causal mask the queries of the first chunk see few keys and those of the second many. Together they see the same
-    number of keys on every device. Without `balanced`, each device has one chunk.
+    The order of tokens is one of
+
+    - `"contiguous"`: each device has one chunk;
+    - `"balanced"`: there are `2 * devices` chunks, and device `r` has chunks `r` and `2 * devices - 1 - r`. Under a
+      causal mask the queries of the first chunk see few keys and those of the second many. Together they see the same
+      number of keys on every device;
+    - `"striped"`: token `t` is on device `t % devices` (Brandon et al. 2023, arXiv:2311.09431). Under a causal mask
+      the queries of two devices see the same keys of a third, except for the diagonal.
     """
 
     length: int
     devices: int
-    balanced: bool = True
+    order: TokenOrder = "balanced"
+    multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("length", "devices"):
+        for name in ("length", "devices", "multiple"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.order not in get_args(TokenOrder):
+            raise ValueError(f"order must be one of {get_args(TokenOrder)}, got {self.order!r}")
 
     @property
     def chunk(self) -> int:
         """Number of positions per chunk."""
-        return -(-self.length // len(self.order))
+        return -(-self.length // (len(self.chunks) * self.multiple)) * self.multiple
 
     @property
     def local(self) -> int:
         """Number of positions per device, padding included."""
-        return self.chunk * len(self.order) // self.devices
+        return self.chunk * len(self.chunks) // self.devices
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """Indices of the chunks, in the order of the devices that have them."""
-        if not self.balanced:
+    def chunks(self) -> tuple[int, ...]:
+        """Indices of the chunks, in the order of the devices that have them. A stripe counts as a chunk."""
+        if self.order != "balanced":
             return tuple(range(self.devices))
         return tuple(chunk for rank in range(self.devices) for chunk in (rank, 2 * self.devices - 1 - rank))
 
     def places(self, rank: int) -> SequencePlaces:
         """Compute the sequence positions that device `rank` has."""
-        each = len(self.order) // self.devices
-        chunks = self.order[rank * each : (rank + 1) * each]
+        if self.order == "striped":
+            return SequencePlaces((rank,), self.chunk, self.length, self.devices)
+        each = len(self.chunks) // self.devices
+        chunks = self.chunks[rank * each : (rank + 1) * each]
         return SequencePlaces(tuple(chunk * self.chunk for chunk in chunks), self.chunk, self.length)
 
     def deal(self, x: Any, axis: int) -> Any:
         """Pad `x` along `axis` with zeros, and reorder it so that the positions of each device are contiguous."""
-        padding = self.chunk * len(self.order) - self.length
+        padding = self.chunk * len(self.chunks) - self.length
         x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)]) if padding else jnp.asarray(x)
-        return self._taken(x, axis, np.asarray(self.order))
+        if self.order == "striped":
+            return self._transposed(x, axis, (self.chunk, self.devices))
+        return self._taken(x, axis, np.asarray(self.chunks))
 
     def collect(self, x: Any, axis: int) -> Any:
         """Restore the sequence order that `deal` changed, and drop the padding."""
-        whole = self._taken(x, axis, np.argsort(self.order))
+        if self.order == "striped":
+            whole = self._transposed(x, axis, (self.devices, self.chunk))
+        else:
+            whole = self._taken(x, axis, np.argsort(self.chunks))
         return whole[(slice(None),) * axis + (slice(self.length),)]
 
     def _taken(self, x: Any, axis: int, order: np.ndarray) -> Any:
@@ -96,6 +121,12 @@ class Layout:
             return x
         cut = x.reshape(*x.shape[:axis], len(order), self.chunk, *x.shape[axis + 1 :])
         return jnp.take(cut, order, axis=axis).reshape(x.shape)
+
+    @staticmethod
+    def _transposed(x: Any, axis: int, sizes: tuple[int, int]) -> Any:
+        """Transpose `axis`, taken as a matrix of these sizes."""
+        cut = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+        return cut.swapaxes(axis, axis + 1).reshape(x.shape)
 
 
 # Rows of a mask that are evaluated at once, which bounds the memory.
@@ -137,9 +168,18 @@ def restrict_mask(mask: Mask, rows: SequencePlaces, columns: SequencePlaces) -> 
         return Dense(_cut_array(mask.array, rows, columns))
     if isinstance(mask, Lengths):
         if len(columns.starts) == 1:
-            return Lengths(tuple(int(np.clip(n - columns.starts[0], 0, columns.size)) for n in mask.lengths))
+            return Lengths(tuple(map(columns.count_below, mask.lengths)))
         return Dense(_cut_array(mask.dense(1, columns.length), None, columns).repeat(rows.size, axis=2))
     return PlacedMask(mask, rows, columns)
+
+
+def restrict_to_heads(mask: Mask, heads: slice) -> Mask:
+    """Restrict `mask` to some of the query heads."""
+    if isinstance(mask, And | Or):
+        return type(mask)(restrict_to_heads(mask.left, heads), restrict_to_heads(mask.right, heads))
+    if isinstance(mask, Dense) and mask.array.shape[1] > 1:
+        return Dense(mask.array[:, heads])
+    return HeadWindow(mask.lefts[heads]) if isinstance(mask, HeadWindow) else mask
 
 
 def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: SequencePlaces) -> np.ndarray:

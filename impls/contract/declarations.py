@@ -33,6 +33,8 @@ OpenSide = Literal[None, -1, "length"]
 Products = Literal["exact", "tf32", "bf16"]
 Refuses = Literal["NotImplementedError", "ValueError"]
 Rounding = Literal["f32", "input"]
+CheckVma = Literal[False, True, "both"]
+TokenOrder = Literal["contiguous", "balanced", "striped"]
 ScaledQ = Literal[False, True, "base2"]
 
 TANGENTS = ("out", "logsumexp", "gradients")
@@ -211,6 +213,12 @@ class Behaviour:
         loosens="masks need not differ along these axes, and must be equal there",
     )
 
+    check_vma: CheckVma = declared(
+        False,
+        "the settings of `check_vma` under which a call on several devices is right, for a function with "
+        "`context_axes`: a `psum` in a custom backward pass is right with True, and too large with False",
+    )
+
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
@@ -261,6 +269,18 @@ class Conventions:
         loosens="what these parameters do is not judged, and the verdict does not count them as never called",
     )
 
+    context_axes: Collection[str] = declared(
+        (),
+        'the mesh axes, such as `("context",)`, if the function is called inside a `shard_map` with the tokens of one '
+        "device; with two axes, the second is the inner one and has two devices",
+        loosens="cases are unsupported if the devices do not divide their lengths",
+    )
+    token_order: TokenOrder = declared(
+        "contiguous",
+        'which tokens a device has, with `context_axes`: `"contiguous"` parts, `"balanced"` (chunks `r` and '
+        '`2 * n - 1 - r` of `2 * n`), or `"striped"` (each `n`th token)',
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration(Conventions, Behaviour, Formulas, Arithmetic):
@@ -298,6 +318,12 @@ class Declaration(Conventions, Behaviour, Formulas, Arithmetic):
                 raise ValueError(
                     f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
                 )
+        object.__setattr__(self, "context_axes", tuple(self.context_axes))
+        if len(self.context_axes) > 2:
+            raise ValueError(f"context_axes must be one or two mesh axes, got {self.context_axes}")
+        for name in () if self.context_axes else ("token_order", "check_vma"):
+            if getattr(self, name) != getattr(Declaration, name):
+                raise ValueError(f"{name} needs context_axes, the mesh axes of a function that runs on each device")
 
     def select(self, kind: type[Any]) -> dict[str, Any]:
         """Return the declarations that are fields of a class, as keyword arguments."""
@@ -333,6 +359,9 @@ class Declarations(TypedDict, total=False):
     negative_ids: NegativeIds
     empty_sequences: bool
     ignores: Collection[str]
+    context_axes: Collection[str]
+    token_order: TokenOrder
+    check_vma: CheckVma
     open_questions: Collection[str]
     differentiable_residuals: bool
     gradients: Collection[str] | None

@@ -173,6 +173,8 @@ class Implementation(Behaviour):
       front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with
         the same signature.
       devices: the number of devices that a call needs. With fewer devices the implementation is not judged.
+      on_devices: for context parallelism, `(number of devices, check_vma) -> call`: the call whose sequence so many
+        devices share, in a `shard_map` with this `check_vma`. None if the number of devices is fixed.
       conventions: further declarations of the plain function that `call` adapts, as they are written in code; the
         verdict names them.
       redeclare: for an adapted plain function, `declarations -> Implementation`: the same function with some of its
@@ -207,6 +209,7 @@ class Implementation(Behaviour):
     refuses_by_signature: bool = False
     front_end: Callable[..., Any] | None = None
     devices: int = 1
+    on_devices: Callable[[int, bool], Callable[..., Any]] | None = None
     conventions: tuple[str, ...] = ()
     redeclare: Callable[..., Any] | None = None
     unasked: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ from tests.planted.features import (
     merging,
     moba,
     refusing,
+    shared_sequences,
     tangents,
 )
 from tests.planted.serving import (
@@ -77,6 +78,7 @@ _MODULES = (
     extreme_values,
     splash_tpu,
     refusing,
+    shared_sequences,
     tangents,
 )
 
