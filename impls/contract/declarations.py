@@ -188,8 +188,18 @@ class Behaviour:
         '`"linear"` if temporary memory of forward and backward grows no faster than the lengths, which the check '
         "`memory` then tests",
     )
+    batch_invariant: bool | Collection[int] = declared(
+        False,
+        "True if the bits of a sequence's results do not depend on the other sequences of the call, on the place of "
+        "the sequence, on padding or on chunks, which the check `batch_invariance` then tests; numbers of keys, such "
+        "as `(1024, 4096)`, from which the kernel splits them, bring cases beyond these too",
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.batch_invariant, bool):
+            if not self.batch_invariant or min(self.batch_invariant) < 1:
+                raise ValueError(f"batch_invariant is True, False or numbers of keys, got {self.batch_invariant!r}")
+            object.__setattr__(self, "batch_invariant", tuple(sorted(self.batch_invariant)))
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
         object.__setattr__(self, "unordered_sums", tuple(name for name in GRADIENTS if name in self.unordered_sums))
@@ -295,6 +305,7 @@ class Declarations(TypedDict, total=False):
     behind_mask: BehindMask
     unordered_sums: Collection[str]
     memory: Literal["linear"] | None
+    batch_invariant: bool | Collection[int]
     causal: CausalFrom
     refuses: Refuses
     open_sides: OpenSide
