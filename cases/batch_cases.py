@@ -27,6 +27,7 @@ _SHORT, _LONG = 40, 2200  # a prompt, and a cache that kernels for one query spl
 _ROW_TERMS = ("lengths", "own")  # masks with a number for each sequence
 _SHIFTED_TERMS = ("causal", "window")  # masks whose last argument is the position of the first query
 _HEADS: tuple[dict[str, int], ...] = ({"num_q_heads": 4, "num_kv_heads": 2}, {}, {"head_dim": 128, "v_head_dim": 128})
+_LEFTS = ("inf", "31")
 _SIZES: dict[str, int | None] = {"packed": None, "paged": 16, "latent": None, "latent_pages": 16, "ring": 64}
 
 
@@ -96,14 +97,15 @@ def _list_stored_fields(storage: str | None, lengths: Sequence[int]) -> Iterator
     phases = ("prefill",) if form.is_cache else ("train", "prefill")
     for phase in phases:
         ends = _spread_lengths(7, 2 * _SHORT)
-        fields = {"phase": phase, "batch": 7, "kv_length": 2 * _SHORT, "mask": _join_own("inf", ends)}
         queries = ends if form.has_q_lengths else (min(ends),) * 7
-        yield ({**fields, "q_length": max(queries), "storage": form.format(_SIZES[form.name], queries)},)
+        fields = {"phase": phase, "batch": 7, "q_length": max(queries), "kv_length": 2 * _SHORT}
+        stored = form.format(_SIZES[form.name], queries)
+        yield tuple({**fields, "mask": _join_own(left, ends), "storage": stored} for left in _LEFTS)
     for batch, length in ((64, 2 * _SHORT), *((7, n) for n in lengths)):
         ends = _spread_lengths(batch, length)
         fields = {"phase": "decode", "batch": batch, "q_length": 1, "kv_length": length}
         stored = form.format(_SIZES[form.name], (1,) * batch)
-        yield tuple({**fields, "mask": _join_own(left, ends), "storage": stored} for left in ("inf", "31"))
+        yield tuple({**fields, "mask": _join_own(left, ends), "storage": stored} for left in _LEFTS)
 
 
 def _join_own(left: str, ends: Sequence[int]) -> str:

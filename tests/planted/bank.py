@@ -30,6 +30,7 @@ from tests.planted.features import (
     refusing,
 )
 from tests.planted.serving import (
+    batch_invariance,
     batches,
     extreme_values,
     latent,
@@ -71,6 +72,7 @@ _MODULES = (
     latent,
     ring,
     batches,
+    batch_invariance,
     extreme_values,
     splash_tpu,
     refusing,
