@@ -199,7 +199,7 @@ def _name_lengths(term: str) -> str:
 
 
 def share_problem(case: Case, problem: Problem, call: SharedCall) -> Problem:
-    """Return the problem of a shared call: some sequences of the case's `problem`, with all their operands unchanged."""
+    """Return the problem of a shared call: some sequences of the case, their operands unchanged."""
     shared, queries = share_case(case, call)
 
     def fit_keys(x: np.ndarray, axis: int) -> np.ndarray:

@@ -25,7 +25,7 @@ _QUERY_AXIS = {"out": 1, "dq": 1, "logsumexp": 2, "max_logits": 2}
 
 
 def check_batch_invariance(subject: Subject) -> Iterator[Judgement]:
-    """Check that a sequence has the same bits alone, with others, elsewhere, padded and in chunks, if that is declared."""
+    """Check that a sequence has the same bits alone, with others, elsewhere, padded and in chunks, if declared."""
     if (reason := find_obstacle(subject.case)) is not None:
         yield build_unsupported("all", reason)
         return
@@ -87,9 +87,7 @@ def _compare_sequences(subject: Subject, call: SharedCall, name: str, whole: Val
     return Judgement(observable=label, verdict=records.FAIL, worst=worst, reason=reason)
 
 
-def _describe_difference(
-    call: SharedCall, name: str, expected: np.ndarray, got: np.ndarray, same: np.ndarray
-) -> str:
+def _describe_difference(call: SharedCall, name: str, expected: np.ndarray, got: np.ndarray, same: np.ndarray) -> str:
     """Describe how many bits of which sequence differ, the followed one if its bits do."""
     differing = [n for n in range(len(call.rows)) if not same[n].all()]
     place = next((n for n in differing if call.rows[n] == FOLLOWED), differing[0])
@@ -99,8 +97,8 @@ def _describe_difference(
     index = tuple(int(n) for n in np.unravel_index(int(np.argmax(off)), off.shape))
     largest = float(off[index])
     size = f"about 2^{round(math.log2(largest))}" if 0 < largest < math.inf else f"{largest:g}"
+    others = f"; so do those of {len(differing) - 1} other sequences" if len(differing) > 1 else ""
     return (
         f"bits of {name} of sequence {call.rows[place]} differ when {call.change}: {int(np.sum(~same[place])):,} of "
-        f"{same[place].size:,} elements, largest difference {size} at {list(index)}; so do those of "
-        f"{len(differing) - 1} other sequences"
+        f"{same[place].size:,} elements, largest difference {size} at {list(index)}{others}"
     )

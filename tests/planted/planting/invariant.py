@@ -94,17 +94,13 @@ def _attend_range(steps: InvariantSteps, call: Call, q: Array, k: Array, v: Arra
     return functools.reduce(_merge, parts)
 
 
-def attend(
-    steps: InvariantSteps, call: Call, q: Array, k: Array, v: Array, allowed: Array
-) -> tuple[Array, Array]:
+def attend(steps: InvariantSteps, call: Call, q: Array, k: Array, v: Array, allowed: Array) -> tuple[Array, Array]:
     """Return `out [N, V]` and `logsumexp [N]` of one scaled query `[N, H]`."""
     heads = k.shape[1]
     q, k, v = (x.astype(jnp.float32) for x in (q.reshape(heads, -1, q.shape[-1]), k, v))
     cut = steps.cut(call)
     ranges = [slice(0, cut), slice(cut, None)] if cut else [slice(None)]
-    parts = functools.reduce(
-        _merge, [_attend_range(steps, call, q, k[one], v[one], allowed[one]) for one in ranges]
-    )
+    parts = functools.reduce(_merge, [_attend_range(steps, call, q, k[one], v[one], allowed[one]) for one in ranges])
     total = jnp.where(parts.total == 0, 1, parts.total)
     lse = jnp.where(parts.total == 0, -jnp.inf, parts.top + jnp.log(total))
     return (parts.acc / total[..., None]).reshape(-1, v.shape[-1]), lse.reshape(-1)
