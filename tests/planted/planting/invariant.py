@@ -109,10 +109,7 @@ def attend(steps: InvariantSteps, call: Call, q: Array, k: Array, v: Array, allo
 def dense(name: str, steps: InvariantSteps = InvariantSteps()) -> Implementation:
     """The kernel of dense operands, as the gate takes it."""
 
-    @declare(
-        batch_invariant=True, causal="end", behind_mask="finite", empty_rows="zero", gradients=("q", "k", "v"),
-        differentiable_residuals=False,
-    )  # fmt: skip
+    @declare(batch_invariant=True, causal="end", behind_mask="finite", empty_rows="zero", gradients=())
     def attention(
         q: Array, k: Array, v: Array, *, causal: bool = False, kv_lengths: Array = None, save_residuals: bool = False
     ) -> Any:
