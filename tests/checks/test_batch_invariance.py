@@ -25,8 +25,8 @@ from tests.planted.serving.batch_invariance import BUGS
 PROMPT = "prefill/f32/B3.T12.S12.N2.K1.H16.V16/causal/normal/s0"
 TOKEN = "decode/f32/B3.T1.S600.N2.K1.H16.V16/lengths-400-90-600/normal/s0"
 PAGES = "prefill/f32/B3.T20.S40.N2.K1.H16.V16/own-linf-30-19-40/paged8-q20-9-20/normal/s0"
-TOKENS = "decode/f32/B20.T1.S40.N2.K1.H16.V16/own-linf-{}/paged8/normal/s0".format(
-    "-".join(str(17 + n) for n in range(20))
+TOKENS = "decode/f32/B20.T1.S95.N2.K1.H16.V16/own-linf-{}/paged8/normal/s0".format(
+    "-".join(str(76 + n) for n in range(20))
 )
 # A case on which each bug shows, and the calls in which it does.
 SHOWN = {
