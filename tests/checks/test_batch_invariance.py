@@ -37,7 +37,7 @@ SHOWN = {
     "pages-added-by-index": (PAGES, {"pages"}),
     "padding-in-the-maximum": (TOKEN, {"padded"}),
     "another-order-for-one-sequence": (TOKEN, {"alone"}),
-    "chunks-merged-by-logsumexp": (PROMPT, {"chunk7"}),
+    "chunks-merged-by-logsumexp": (PROMPT, {"chunk5"}),
 }
 
 

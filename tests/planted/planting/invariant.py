@@ -76,7 +76,7 @@ def _merge(one: Parts, other: Parts) -> Parts:
 
 def _attend_range(steps: InvariantSteps, call: Call, q: Array, k: Array, v: Array, allowed: Array) -> Parts:
     """Attend to keys `[S, K, H]` in blocks, the blocks in splits."""
-    length = min(steps.block(call), max(1, len(k)))
+    length = steps.block(call)
     splits = steps.splits(call)
     pad = -len(k) % (length * splits)
 

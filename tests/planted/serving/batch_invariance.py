@@ -60,10 +60,10 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     planted(
         "another-order-for-one-sequence",
-        InvariantSteps(block=lambda call: 4096 if call.sequences == 1 else 16),
+        InvariantSteps(block=lambda call: 1024 if call.sequences == 1 else 16),
         kind="fast path",
-        reference="inferred from programs for one sequence that have all keys in one block",
-        says="A call with one sequence adds all keys at once.",
+        reference="inferred from programs for one sequence that have larger blocks",
+        says="A call with one sequence adds 1,024 keys at once.",
     ),
     planted(
         "chunks-merged-by-logsumexp",
