@@ -24,7 +24,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "results": ("forward", "residuals", "primal", "parts", "ensemble", "algorithm"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
-    "what must not matter": ("poison", "independence", "aliasing"),
+    "what must not matter": ("poison", "independence", "batch_invariance", "aliasing"),
     "laws": ("linearity", "invariance", "limits"),
     "arguments": ("arguments", "errors", "refusals", "forms"),
     "under JAX": ("first_calls", "transforms", "calls", "sharding", "program", "branches"),

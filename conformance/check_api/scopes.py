@@ -15,6 +15,7 @@ from typing import Any
 from cases import feature_model, size_model
 from cases.accelerator_cases import select_compiled_cases, select_interpreted_cases
 from cases.algorithm_cases import select_algorithm_cases
+from cases.batch_cases import select_batch_cases
 from cases.case import Case
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
@@ -167,6 +168,16 @@ def _has_interpreter(implementation: Implementation) -> bool:
     )
 
 
+def _list_batch_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List cases whose sequences take part in other calls; without the declaration one, and none at `quick`."""
+    declared = grids.implementation.batch_invariant
+    if not declared and grids.level == "quick":
+        return ()
+    lengths = () if isinstance(declared, bool) else tuple(declared)
+    cases = select_batch_cases(grids.implementation.storage, lengths, grids.seed, grids.implementation.supports)
+    return cases if declared else cases[:1]
+
+
 def _accept_any(implementation: Implementation) -> bool:
     """Return True: a check of the scope may run on every supported case."""
     return True
@@ -236,6 +247,14 @@ DECODED = _build_scope(
         *select_decoding_cases(grids.seed, grids.implementation.supports),
         *build_traces(grids.seed, grids.implementation.supports),
     ),
+)
+BATCHED = _build_scope(
+    "batched",
+    "sequences that also come alone, with others, elsewhere, padded and in chunks, for kernels that declare "
+    "`batch_invariant`; beyond quick one case for others",
+    _list_batch_cases,
+    accepts_any_case=_accept_any,
+    seeded=False,
 )
 FRONT = Scope(
     name="front",
@@ -308,7 +327,7 @@ TANGENT = _build_scope(
 )
 
 SCOPES = (
-    *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED),
+    *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED, BATCHED),
     *(FRONT, DROPPED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

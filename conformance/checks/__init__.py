@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from conformance.check_api.scopes import (
     BASE,
+    BATCHED,
     COMBINED,
     COMPILED,
     DECLINED,
@@ -94,6 +95,7 @@ CHECKS: tuple[Check, ...] = (
     Check("front_end", FRONT),
     Check("dropout", DROPPED),
     Check("decoding", DECODED),
+    Check("batch_invariance", BATCHED, compares=False),
     Check("ensemble", ENSEMBLE),
     Check("algorithm", EXACT),
     Check("interpreter", INTERPRETED),

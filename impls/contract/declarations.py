@@ -218,8 +218,18 @@ class Behaviour:
         "the settings of `check_vma` under which a call on several devices is right, for a function with "
         "`context_axes`: a `psum` in a custom backward pass is right with True, and too large with False",
     )
+    batch_invariant: bool | Collection[int] = declared(
+        False,
+        "True if the bits of a sequence's results do not depend on the other sequences of the call, on the place of "
+        "the sequence, on padding or on chunks, which the check `batch_invariance` then tests; numbers of keys, such "
+        "as `(1024, 4096)`, from which the kernel splits them, bring cases beyond these too",
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.batch_invariant, bool):
+            if not self.batch_invariant or min(self.batch_invariant) < 1:
+                raise ValueError(f"batch_invariant is True, False or numbers of keys, got {self.batch_invariant!r}")
+            object.__setattr__(self, "batch_invariant", tuple(sorted(self.batch_invariant)))
         if unknown := sorted(set(self.unordered_sums) - set(GRADIENTS)):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
         if unknown := sorted(set(self.dropout_shared) - {"batch", "heads"}):
@@ -353,6 +363,8 @@ class Declarations(TypedDict, total=False):
     dropout_shared: Collection[str]
     memory: Literal["linear"] | None
     tangents: Collection[str]
+    )
+    batch_invariant: bool | Collection[int]
     causal: CausalFrom
     refuses: Refuses
     open_sides: OpenSide

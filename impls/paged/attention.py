@@ -113,12 +113,15 @@ def attention(
         block_q = block_q or paged_gpu.choose_block_q(q.shape[0], len(kv_lens), q.shape[1] // num_kv_heads)
         block_kv = block_kv or BLOCK_KV_GPU
     block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
+    block_pages = -(-block_kv // page_size)
+    if backend != "portable":  # products of one shape in all calls keep the portable kernel batch-invariant
+        block_q, block_pages = min(block_q, q.shape[0]), min(block_pages, page_indices.shape[1])
     plan = PagedPlan(
         left=None if window is None else window[0],
         scale=(1 / math.sqrt(q.shape[2]) if scale is None else float(scale)) * (1.0 if k_scale is None else k_scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        block_q=min(block_q, q.shape[0]),
-        block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
+        block_q=block_q,
+        block_pages=block_pages,
         block_keys=block_kv if on_gpu else 0,
         programs=num_programs,
     )

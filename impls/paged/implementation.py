@@ -200,7 +200,8 @@ def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    build_implementation("paged"),
+    # Its products have one shape in all calls: tiles begin with a query of a sequence, and blocks with its key 0.
+    dataclasses.replace(build_implementation("paged"), batch_invariant=True),
     build_implementation("paged_tpu", backend="tpu"),
     build_implementation("paged_gpu", backend="gpu"),
     build_mosaic_implementation("paged_gpu_mosaic"),

@@ -33,6 +33,7 @@ from tests.planted.features import (
     tangents,
 )
 from tests.planted.serving import (
+    batch_invariance,
     batches,
     extreme_values,
     latent,
@@ -75,6 +76,7 @@ _MODULES = (
     latent,
     ring,
     batches,
+    batch_invariance,
     extreme_values,
     splash_tpu,
     refusing,
