@@ -199,7 +199,6 @@ class Behaviour:
         'what `jax.jvp` differentiates in forward mode, which the check `tangents` then judges: `("out", '
         '"logsumexp")`, and `"gradients"` if gradients have tangents as well',
     )
-
     dropout_mask: DropoutMask = declared(
         "shape",
         'what decides, beside the key, whether a weight is dropped: `"places"` if only its batch row, head, query and '
@@ -212,7 +211,6 @@ class Behaviour:
         'the axes, such as `("batch", "heads")`, along which all weights are dropped alike',
         loosens="masks need not differ along these axes, and must be equal there",
     )
-
     check_vma: CheckVma = declared(
         False,
         "the settings of `check_vma` under which a call on several devices is right, for a function with "
@@ -363,7 +361,6 @@ class Declarations(TypedDict, total=False):
     dropout_shared: Collection[str]
     memory: Literal["linear"] | None
     tangents: Collection[str]
-    )
     batch_invariant: bool | Collection[int]
     causal: CausalFrom
     refuses: Refuses
