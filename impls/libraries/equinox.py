@@ -23,7 +23,9 @@ from impls.libraries.identity_projections import initialize_identity, merge_head
     behind_mask="finite",
     unsupported={"gqa": "it has one number of heads", "mqa": "it has one number of heads"},
 )
-def multihead_attention(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
+def multihead_attention(
+    q: Any, k: Any, v: Any, *, mask: Any = None, dropout_rate: float | None = None, dropout_key: Any = None
+) -> Any:
     """`equinox.nn.MultiheadAttention` with identity projections, mapped over the batch."""
     num_heads, size, value_size = q.shape[2], q.shape[2] * q.shape[3], v.shape[2] * v.shape[3]
     module = equinox.nn.MultiheadAttention(
@@ -33,6 +35,7 @@ def multihead_attention(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
         output_size=value_size,
         qk_size=q.shape[3],
         vo_size=v.shape[3],
+        dropout_p=dropout_rate or 0.0,
         dtype=q.dtype,
         key=jax.random.key(0),
     )
@@ -44,6 +47,9 @@ def multihead_attention(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     )
     if mask is not None:
         mask = jnp.broadcast_to(mask, (q.shape[0], num_heads, q.shape[1], k.shape[1]))
+    keys = None if dropout_key is None else jax.random.split(dropout_key, q.shape[0])
     with jax.default_matmul_precision("highest"):
-        out = jax.vmap(module)(merge_heads(q), merge_heads(k), merge_heads(v), mask)
+        out = jax.vmap(lambda q, k, v, mask, key: module(q, k, v, mask, key=key))(
+            merge_heads(q), merge_heads(k), merge_heads(v), mask, keys
+        )
     return split_heads(out, num_heads)

@@ -21,11 +21,27 @@ _EQUAL_DEPTHS = {"v_head_dim": "values have the depth of keys"}
 
 
 @declare(
-    logits="input", softmax="input", scaled_q=True, empty_rows="mean", behind_mask="finite", unsupported=_EQUAL_HEADS
+    logits="input",
+    softmax="input",
+    scaled_q=True,
+    empty_rows="mean",
+    behind_mask="finite",
+    unsupported=_EQUAL_HEADS,
+    dropout_shared=("batch", "heads"),
 )
-def linen(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None) -> Any:
+def linen(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    dropout_rate: float | None = None,
+    dropout_key: Any = None,
+) -> Any:
     """`flax.linen.dot_product_attention`: softmax in the dtype of its operands, which is the default."""
-    return flax_linen.dot_product_attention(q, k, v, bias=bias, mask=mask)
+    dropout = {"dropout_rate": dropout_rate or 0.0, "dropout_rng": dropout_key}
+    return flax_linen.dot_product_attention(q, k, v, bias=bias, mask=mask, **dropout)
 
 
 @declare(logits="input", scaled_q=True, empty_rows="mean", behind_mask="finite", unsupported=_EQUAL_HEADS)
@@ -58,11 +74,37 @@ def nnx(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, bias:
     return flax_nnx.dot_product_attention(q, k, v, bias=bias, mask=mask, is_causal=causal)
 
 
-@declare(logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite")
-def nnx_weights(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, bias: Any = None) -> Any:
-    """`flax.nnx.dot_product_attention` with a dropout rate, in a deterministic call: the weights are computed first."""
+@declare(
+    logits="input",
+    softmax="input",
+    scaled_q=True,
+    group_sums="input",
+    empty_rows="mean",
+    behind_mask="finite",
+    dropout_shared=("batch", "heads"),
+)
+def nnx_weights(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    bias: Any = None,
+    dropout_rate: float | None = None,
+    dropout_key: Any = None,
+) -> Any:
+    """`flax.nnx.dot_product_attention` with a dropout rate, so that weights are computed first."""
     return flax_nnx.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, is_causal=causal, dropout_rate=0.1, deterministic=True
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        is_causal=causal,
+        dropout_rate=dropout_rate or 0.1,
+        dropout_rng=dropout_key,
+        deterministic=not dropout_rate,
     )
 
 

@@ -57,10 +57,19 @@ def multi_head_attention(
     unsupported=_EQUAL_HEADS | _ONE_MASK,
 )
 def multi_head_attention_scores(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: _Window | None = None, mask: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: _Window | None = None,
+    mask: Any = None,
+    dropout_rate: float | None = None,
+    dropout_key: Any = None,
 ) -> Any:
     """`keras.layers.MultiHeadAttention` with `return_attention_scores=True`: `keras.layers.Softmax` gives weights."""
-    out, _ = _call_layer(layers.MultiHeadAttention, q, k, v, causal, window, mask, return_attention_scores=True)
+    options = {"return_attention_scores": True, "dropout": (dropout_rate or 0.0, dropout_key)}
+    out, _ = _call_layer(layers.MultiHeadAttention, q, k, v, causal, window, mask, **options)
     return out
 
 
@@ -73,9 +82,17 @@ def grouped_query_attention(
 
 
 def _call_layer(
-    kind: Any, q: Any, k: Any, v: Any, causal: bool, window: _Window | None, mask: Any, **options: Any
+    kind: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    window: _Window | None,
+    mask: Any,
+    dropout: tuple[float, Any] = (0.0, None),
+    **options: Any,
 ) -> Any:
-    """Call a layer with identity projections.
+    """Call a layer with identity projections. `dropout` has the rate and the key, which replaces the state of the seed.
 
     A window is passed as `sliding_window` if that can say it: the same reach on both sides, or a left side and causal.
     """
@@ -89,17 +106,18 @@ def _call_layer(
         mask = band if mask is None else mask & band
     if mask is not None:
         mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[1], k.shape[1]))
-    layer = _build_layer(kind, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.name, sliding)
+    layer = _build_layer(kind, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.name, sliding, dropout[0])
     weights = [initialize_identity(None, variable.shape, q.dtype) for variable in layer.trainable_variables]
     with jax.default_matmul_precision("highest"):
         result, _ = layer.stateless_call(
             weights,
-            layer.non_trainable_variables,
+            layer.non_trainable_variables if dropout[1] is None else [dropout[1]],
             merge_heads(q),
             merge_heads(v),
             key=merge_heads(k),
             attention_mask=mask,
             use_causal_mask=causal,
+            training=dropout[0] > 0,
             **options,
         )
     out = result[0] if isinstance(result, tuple) else result
@@ -123,14 +141,21 @@ def _build_band(q_length: int, kv_length: int, window: _Window) -> Any:
 
 @functools.cache
 def _build_layer(
-    kind: Any, num_heads: int, num_kv_heads: int, depth: int, value_depth: int, dtype: str, sliding: int | None
+    kind: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    depth: int,
+    value_depth: int,
+    dtype: str,
+    sliding: int | None,
+    rate: float,
 ) -> Any:
     """Build a layer without biases. Its variables are concrete even where a call of it is traced."""
     options: dict[str, Any] = {"use_bias": False, "dtype": dtype}
     if sliding is not None:
         options["sliding_window"] = sliding
     if kind is layers.MultiHeadAttention:
-        layer = kind(num_heads, depth, value_depth, output_shape=num_heads * value_depth, **options)
+        layer = kind(num_heads, depth, value_depth, rate, output_shape=num_heads * value_depth, **options)
     else:
         layer = kind(depth, num_heads, num_kv_heads, **options)
     with jax.ensure_compile_time_eval():

@@ -43,6 +43,8 @@ def build_implementation(
         call=call,
         description=f"block-sparse flash attention in Pallas for TPU, backward in {backward}",
         unsupported=UNSUPPORTED,
+        offers=frozenset({"dropout"}),
+        dropout_mask="places",
         arithmetic=Arithmetic(products=precision),
         gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
         empty_rows="zero",
