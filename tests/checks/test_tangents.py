@@ -16,8 +16,11 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging.run_plan import plan_case, plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from reports.records import ERROR, FAIL, PASS, UNJUDGED, Record
+from reports.records import ERROR, FAIL, PASS, RED, UNJUDGED, Record
+from tests.bank import PlantedBug
+from tests.bank.examination import shows_as_declared
 from tests.kernels import naive
+from tests.planted.features import tangents
 
 SMALL = "train/f32/B2.T16.S16.N4.K2.H16.V8/causal/softcap2/sinks/biaskey/normal/s0"
 ALL = ("out", "logsumexp", "gradients")
@@ -139,6 +142,16 @@ def test_a_tangent_of_another_function_fails() -> None:
     case = "train/f32/B2.T16.S16.N4.K2.H16.V8/causal/normal/s0"
     found = {record.observable: record.verdict for record in judge(attend_to_twice_the_values, case, tangents=("out",))}
     assert {name for name, verdict in found.items() if verdict == FAIL} == {"out.v.jvp", "out.all.jvp"}
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in tangents.BUGS])
+def test_a_planted_bug_of_tangents_is_seen(bug: PlantedBug) -> None:
+    jobs = plan_run([bug.build()], level="quick", checks=[CHECKS_BY_NAME["tangents"]]).jobs
+    nearest = next(job for job in jobs if bug.trigger(job.case))
+    red = [record for record in Runner(Settings()).run([nearest]) if record.verdict in RED]
+    assert red
+    assert all(shows_as_declared(bug, record) for record in red if record.verdict == FAIL)
 
 
 def test_only_known_results_have_tangents() -> None:
