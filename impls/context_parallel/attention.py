@@ -101,7 +101,8 @@ def attention(
         raise NotImplementedError(f"context parallelism does not support indexer: {UNSUPPORTED['indexer']}")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise NotImplementedError(
-            "context_parallel.attention makes its own shard_map: inside another one call the method itself"
+            "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather, ulysses "
+            "or usp"
         )
     if find_explicit_mesh((q, k, v, segment_ids, sinks, bias)) is not None:
         raise NotImplementedError(

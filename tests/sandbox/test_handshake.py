@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.sandbox import declaration_codec, kernel_process, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import Limits
+from impls import block_flash, context_parallel
 from tests.kernels import naive
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
@@ -121,3 +124,13 @@ def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: P
         implementation_registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"
     ):
         KernelOptions().find(f"{tmp_path}/elsewhere.py:attention")
+
+
+def test_functions_of_a_kernel_in_another_process_are_declared_as_there() -> None:
+    own = dataclasses.replace(
+        context_parallel.IMPLEMENTATIONS[0], parts=block_flash.attention, tunable=None, supports_case=None
+    )
+    declared = declaration_codec.serialize_declarations(own)
+    proxy: Any = sandboxed_executor.KernelProxy(None)  # type: ignore[arg-type] # makes no call
+    parsed = declaration_codec.parse_declarations(declared, proxy, proxy.supports)
+    assert declaration_codec.serialize_declarations(parsed) == declared
