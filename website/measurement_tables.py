@@ -191,7 +191,7 @@ def _format_suites_source() -> str:
     """Say when and where the suites were measured."""
     days = sorted({one.date for one in _read_suites()})
     where = sorted({f"{one.environment['cpu']}, JAX {one.environment['jax']}" for one in _read_suites()})
-    return f"*Measured {' and '.join(days)} by the functions of `mutants`, as said below, on {'; '.join(where)}.*"
+    return f"*Measured {' and '.join(days)} with `python -m conformance mutants` on {'; '.join(where)}.*"
 
 
 def format_limits() -> str:

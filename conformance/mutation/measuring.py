@@ -277,7 +277,10 @@ def _run_wrong(
     results: MutantResults,
     say: Callable[[str], None],
 ) -> list[MutantOutcome]:
-    """Run the suite with one wrong function after another; keep what is done when a signal arrives."""
+    """Run the suite with one wrong function after another; keep what is done when a signal arrives.
+
+    They are in random order, so that an end of the time leaves some of each family.
+    """
     start = time.monotonic()
     limit = max(_LEAST_LIMIT, _LIMIT_FACTOR * seconds)
     found: dict[str, MutantOutcome] = {bug.name: done[bug.name] for bug in bugs if bug.name in done}
@@ -300,7 +303,8 @@ def _run_wrong(
             say(f"[{len(found)}/{len(bugs)}] {outcome.state:<7} {bug.family}: {outcome.sentence} ({text})")
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=options.jobs) as pool:
-        waiting = [pool.submit(try_one, bug) for bug in bugs if bug.name not in found]
+        left = [bug for bug in bugs if bug.name not in found]
+        waiting = [pool.submit(try_one, bug) for bug in random.Random(0).sample(left, len(left))]
         try:
             for future in concurrent.futures.as_completed(waiting):
                 future.result()

@@ -105,7 +105,7 @@ class Suite:
         shared = self._build_environment()
         own = {"CONFORMANCE_MUTANTS": str(file)}
         if self.is_pytest:
-            options = "-rfE --color=no -p no:cacheprovider" + ("" if mode == "true" else " -x")
+            options = "-rfE --color=no --disable-warnings -p no:cacheprovider" + ("" if mode == "true" else " -x")
             own["PYTEST_ADDOPTS"] = f"{self.environment.get('PYTEST_ADDOPTS', '')} {options}".strip()
         start = time.monotonic()
         log = folder / "output.txt"

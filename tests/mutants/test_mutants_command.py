@@ -72,6 +72,10 @@ def test_what_cannot_be_measured_is_said(folder: Path) -> None:
     (folder / "red.py").write_text("raise SystemExit(3)")
     red = _run("--replace=flash:flash_attention", "--", sys.executable, "red.py")
     assert (red.returncode, "fails as it is (exit code 3)" in red.stderr) == (2, True)
+    warn = "import warnings\n" + "".join(f"warnings.warn('old {n}')\n" for n in range(9))
+    (folder / "test_red.py").write_text(f"{warn}import flash\nflash.no_such_name\n")
+    red = _run("--replace=flash:flash_attention", "--", *_PYTEST, "test_red.py")
+    assert (red.returncode, "no_such_name" in red.stderr) == (2, True)  # warnings hide no reason
     never = _run("--replace=flash:flash_attention", "--", sys.executable, "-c", "pass")
     assert (never.returncode, "never calls flash:flash_attention" in never.stderr) == (2, True)
     assert _run("--replace=flash.py:flash_attention", "--", "pytest").returncode == 2
@@ -98,6 +102,7 @@ def test_pytest_and_python_measure_too(folder: Path) -> None:
     checking = f"{sys.executable} check.py"
     results = conformance.mutants("flash:flash_attention", checking, families=["windows"], seconds=1e-3)
     assert len(results.select(PASSED)) == 1  # the one that began within this time
+    assert results.outcomes[0].state != PASSED  # in random order, so that no family is always left out
     assert {one.detail for one in results.select("not run")} == {"the time was over"}
     assert "wrong versions of flash:flash_attention" in str(results)
 
