@@ -12,10 +12,10 @@ the logits z of `impls.flash_gpu.triton.triton_program`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-keep_ij is that of `impls.flash_gpu.triton.forward`. `D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`. One kernel owns blocks of queries and computes
-dq (14). A second owns blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. A third
-writes dx of every pair for dbias (16); it runs only where the gradient of a bias is used. All sums are in f32 and in a
-fixed order, so the same call gives the same bits.
+keep_ij is that of `impls.flash_gpu.triton.forward`. `D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`.
+One kernel owns blocks of queries and computes dq (14). A second owns blocks of keys and computes dv (9) and dk (15),
+summed over the query heads of its group. A third writes dx of every pair for dbias (16); it runs only where the
+gradient of a bias is used. All sums are in f32 and in a fixed order, so the same call gives the same bits.
 """
 
 from __future__ import annotations
