@@ -21,6 +21,7 @@ from cases.masks import Full, Indexer, Mask, iter_leaves
 from impls.block_arithmetic import compute_dsinks, replace_neg_inf
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.derivative_refusals import refuse_derivatives
+from impls.dropout_bits import validate_dropout
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.mosaic import backward as mosaic_backward
@@ -83,6 +84,8 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
+    dropout_rate: float | None = None,
+    dropout_key: jax.Array | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
     products: Products = "exact",
@@ -104,6 +107,8 @@ def attention(
     The operands and results are those of the contract (docs/contract.md, section 1).
 
     Args:
+      dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
+      dropout_key: the key of `jax.random` that decides which weights are dropped.
       block_sizes: tiles and launch parameters of each kernel, by default those of `block_sizes.TABLE`. Tiles are
         clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
@@ -118,6 +123,7 @@ def attention(
       NotImplementedError: the mask has an `Indexer`, or Mosaic was requested and does not support the call or the GPU.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    dropout_rate, dropout_key = validate_dropout(dropout_rate, dropout_key)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
@@ -143,10 +149,12 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         segmented=segment_ids is not None,
         exact=products == "exact",
+        dropout_rate=dropout_rate,
         sizes=sizes.cut_to(q_length, kv_length),
         interpret=resolve_interpret(interpret, "gpu"),
     )
-    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    given = Operands(q, k, v, bias, sinks, segment_ids, dropout_key=dropout_key)
+    operands = jax.tree.map(jnp.asarray, given)
     if block_sizes is None:
         plan = dataclasses.replace(plan, sizes=fit_rings(plan))
     plan = dataclasses.replace(plan, mosaic=choose_mosaic_kernels(backend, plan, operands))

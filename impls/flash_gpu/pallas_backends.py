@@ -50,7 +50,9 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
     if backend == "triton" or (backend is None and plan.interpret):
         return frozenset()
     kind = None if plan.interpret else get_device_kind("gpu")
-    reason = find_call_limit(kind, operands.q.dtype, plan.mask, biased=operands.bias is not None)
+    reason = find_call_limit(
+        kind, operands.q.dtype, plan.mask, biased=operands.bias is not None, drops=plan.dropout_rate is not None
+    )
     found = {kernel for kernel in KERNELS if backend == "mosaic" or plan.sizes.ring(kernel).preferred}
     for kernel in sorted(found):
         ring = plan.sizes.ring(kernel)
@@ -67,7 +69,7 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
     return frozenset(found)
 
 
-def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
+def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool, drops: bool = False) -> str | None:
     """Return what Mosaic does not support about a call, or None. `kind` is JAX's device kind, None if interpreted."""
     if kind is not None and (reason := find_device_limit(kind)) is not None:
         return reason
@@ -75,6 +77,8 @@ def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -
         return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
     if biased:
         return "bias"
+    if drops:
+        return "dropout"
     if any(isinstance(leaf, Dense) for leaf in iter_leaves(mask)):
         return "masks that are arrays, only those that are formulas"
     return None if kind is None or isinstance(mask, Full) else find_compiler_limit()

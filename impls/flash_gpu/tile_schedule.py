@@ -7,7 +7,7 @@ import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles
@@ -26,6 +26,7 @@ class Operands(NamedTuple):
     sinks: Float[Array, " N"] | None
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
     ranges: KeyRanges | None = None  # keys that each query sees; only for packed sequences
+    dropout_key: UInt32[Array, " 2"] | None = None
 
 
 class Outputs(NamedTuple):
@@ -73,6 +74,7 @@ class FlashGpuPlan:
     packed: bool = False
     mosaic: frozenset[Kernel] = frozenset()
     dead_keys_are_zero: bool = False
+    dropout_rate: float | None = None  # None if no weight is dropped
 
     @property
     def name(self) -> str:

@@ -12,9 +12,8 @@ From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the
 
 keep_ij is that of `impls.splash_tpu.forward`; its factor 1 / (1 - rate) multiplies the sums of (9), (14) and (15).
 `D - dlse`, divided by that factor, comes from `impls.splash_tpu.splash_kernel` as `row_sums`. Where a pair may not
-attend, p and dx are set to
-0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are rows. The query heads that
-share a key/value head add to the same scratch.
+attend, p and dx are set to 0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are
+rows. The query heads that share a key/value head add to the same scratch.
 
 When fused, dq is summed in f32 in HBM. Each step copies its query block of dq to VMEM, adds to it, and copies it back.
 This takes memory linear in the length; a partial dq per key block would not. The copy in overlaps with the products of

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from cases.masks import Causal, Full, Mask
-from impls import block_flash, dot_product, splash_tpu
+from impls import block_flash, dot_product, flash_gpu, splash_tpu
 from impls.dropout_bits import compute_keep_factor, count_dropped, draw_kept
+from impls.flash_gpu.implementation import build_uniform_sizes
 
 SPLASH = splash_tpu.BlockSizes.uniform(128, 128)
 FUSED = splash_tpu.BlockSizes.uniform(256, 256, 128, 128, fused_backward=True)
@@ -24,6 +25,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "dot_product": dot_product.attention,
     "block_flash": block_flash.attention,
     "block_flash_small": lambda *x, **named: block_flash.attention(*x, **named, block_q=80, block_kv=24),
+    "flash_gpu": functools.partial(flash_gpu.attention, block_sizes=build_uniform_sizes(64, 32)),
     "splash_tpu": functools.partial(splash_tpu.attention, block_sizes=SPLASH),
     "splash_tpu_fused": functools.partial(splash_tpu.attention, block_sizes=FUSED),
 }

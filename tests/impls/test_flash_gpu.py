@@ -278,6 +278,11 @@ def test_every_dtype_lowers_for_cuda(dtype: str, products: str) -> None:
     assert lowered(dtype, Causal(), products=products) == 4
 
 
+def test_dropout_lowers_for_cuda() -> None:
+    key = jax.random.PRNGKey(0)
+    assert lowered(jnp.bfloat16, Causal(), dropout_rate=0.1, dropout_key=key) == 4
+
+
 def test_lowering_for_cuda_under_x64() -> None:
     with jax.enable_x64(True):
         assert lowered(jnp.float32, Chunked(30)) == 4

@@ -4,18 +4,18 @@ Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `lo
 the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
-    (9)  dv_j = sum_i p_ij dout_i
-    (10) dp_ij = <dout_i, v_j>
+    (9)  dv_j = sum_i keep_ij p_ij dout_i
+    (10) dp_ij = keep_ij <dout_i, v_j>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
     (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`. One kernel owns blocks of queries and computes
-dq (14). A second owns blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. A third
-writes dx of every pair for dbias (16); it runs only where the gradient of a bias is used. All sums are in f32 and in a
-fixed order, so the same call gives the same bits.
+keep_ij is that of `impls.flash_gpu.triton.forward`. `D - dlse` comes from `impls.flash_gpu.attention`, as `row_sums`.
+One kernel owns blocks of queries and computes dq (14). A second owns blocks of keys and computes dv (9) and dk (15),
+summed over the query heads of its group. A third writes dx of every pair for dbias (16); it runs only where the
+gradient of a bias is used. All sums are in f32 and in a fixed order, so the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32
 
 from impls.block_arithmetic import LOG2_E, make_shape
+from impls.dropout_bits import compute_keep_factor
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, QueryRows
 from impls.flash_gpu.triton.triton_program import (
     Arrays,
@@ -39,6 +40,7 @@ from impls.flash_gpu.triton.triton_program import (
     TilePair,
     compute_allowed,
     compute_logits,
+    drop_weights,
     get_logit_unit,
     get_program_ids,
     load_key_ranges,
@@ -97,17 +99,21 @@ def compute_pair_gradients(
     v: jax.Array,
     may: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the probabilities p and the gradient dx of the scaled logits of a tile, f32."""
+    """Compute the weights `keep p` and the gradient dx of the scaled logits of a tile, f32."""
     z, slope = compute_logits(plan, inputs, pair, rows.q, k, may)
     factor = get_logit_unit(plan, inputs) * LOG2_E
     p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # p, eq. (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
     dp = multiply(plan, *operands, over=(1, 1))  # dp, equation (10)
+    kept = p
+    if plan.dropout_rate is not None:
+        keep = jnp.float32(compute_keep_factor(plan.dropout_rate))
+        kept, dp = drop_weights(plan, inputs, pair, p * keep, dp * keep)
     dx = p * (dp - pair.queries(rows.row_sums))  # dz, equation (12)
     if slope is not None:
         dx = dx * slope  # dx, equation (13)
     # For a hidden pair p is 0, and so is dx, unless no query attends to the key and its value is NaN.
-    return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
+    return kept, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
 def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:

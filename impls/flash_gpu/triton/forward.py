@@ -4,8 +4,11 @@ From the logits z of `impls.flash_gpu.triton.triton_program`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
-    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (6)  out_i = sum_j keep_ij exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
+
+keep_ij is 0 where dropout drops the weight and 1 / (1 - rate) elsewhere; without dropout it is 1. The factor
+1 / (1 - rate) multiplies the sum, not the weights.
 
 `RunningSoftmax` holds m times log2(e) (`maximum`), l (`total`) and the sum of (6) (`out`) for the keys visited so far,
 without the sink. A block that raises m multiplies `total` and `out` by `decay = exp(old m - new m)`.
@@ -17,6 +20,7 @@ Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,6 +29,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
 from impls.block_arithmetic import LN_2, LOG2_E, convert_sinks, make_shape, replace_neg_inf
+from impls.dropout_bits import compute_keep_factor
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, Operands, Outputs
 from impls.flash_gpu.triton.triton_program import (
     Arrays,
@@ -32,6 +37,7 @@ from impls.flash_gpu.triton.triton_program import (
     TilePair,
     compute_allowed,
     compute_logits,
+    drop_weights,
     get_logit_unit,
     get_program_ids,
     multiply,
@@ -99,7 +105,8 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         may = compute_allowed(plan, inputs, pair) if masked else None  # [block_q, block_kv]
         y, _ = compute_logits(plan, inputs, pair, q, k, may)  # [block_q, block_kv]
         v = zero_hidden_rows(v, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
-        return update_softmax(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
+        drop = functools.partial(drop_weights, plan, inputs, pair)
+        return update_softmax(plan, running, y, v, unit, drop, some=not masked and "bias" not in inputs)
 
     running = RunningSoftmax(
         maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
@@ -115,22 +122,33 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     if "sinks" in inputs:
         logsumexp = jnp.maximum(logsumexp, inputs["sinks"][0])  # exact for a sink that takes all the weight
     store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
-    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # out, eq. (6)
+    out = running.out / total[:, None]
+    if plan.dropout_rate is not None:
+        out = out * jnp.float32(compute_keep_factor(plan.dropout_rate))
+    store_rows(outputs["out"], q_start, out, plan.q_length, plan.v_head_dim)  # out, eq. (6)
 
 
 def update_softmax(
-    plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, v: jax.Array, unit: float, *, some: bool
+    plan: FlashGpuPlan,
+    old: RunningSoftmax,
+    y: jax.Array,
+    v: jax.Array,
+    unit: float,
+    drop: Callable[[jax.Array], tuple[jax.Array, ...]],
+    *,
+    some: bool,
 ) -> RunningSoftmax:
     """Update the softmax with a tile of logits `unit y [block_q, block_kv]` and values `[block_kv, V]`.
 
-    `some` says that every row has at least one finite logit.
+    `drop` zeroes the weights that dropout drops. `some` says that every row has at least one finite logit.
     """
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # maximum, equation (4)
     shift = maximum if some else replace_neg_inf(maximum)
     weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)  # [block_q, block_kv]
     decay = jnp.exp2(old.maximum - shift)  # [block_q]
-    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # undivided eq. (6)
+    (kept,) = drop(weights)
+    out = old.out * decay[:, None] + multiply(plan, kept.astype(v.dtype), v, over=(1, 0))  # undivided eq. (6)
     return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # sum of weights, equation (5)
 
 

@@ -30,6 +30,7 @@ from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
 from impls.block_arithmetic import make_shape, multiply_tiles
+from impls.dropout_bits import DropoutWords, draw_key_words, draw_query_words, find_kept
 from impls.flash_gpu.block_sizes import Axis, Tiles
 from impls.flash_gpu.packed_visits import KeyRanges, compute_visits
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, BlockKind, FlashGpuPlan, Operands, name_leaf
@@ -120,6 +121,13 @@ class Launch:
             arrays["q_ids"], arrays["kv_ids"] = operands.segment_ids
             specs["q_ids"] = pl.BlockSpec((None, self.q_seen), lambda i, n, b: (b, self.q_block(i)))
             specs["kv_ids"] = pl.BlockSpec((None, self.kv_seen), lambda i, n, b: (b, self.kv_block(i)))
+        if operands.dropout_key is not None:
+            q_words = draw_query_words(operands.dropout_key, self.batch, plan.num_q_heads, plan.q_length)
+            kv_words = draw_key_words(operands.dropout_key, plan.kv_length)
+            for name in DropoutWords._fields:
+                arrays[f"q_{name}"], specs[f"q_{name}"] = getattr(q_words, name), self.see_query_scalars()
+                arrays[f"kv_{name}"] = getattr(kv_words, name)
+                specs[f"kv_{name}"] = pl.BlockSpec((self.kv_seen,), lambda i, n, b: (self.kv_block(i),))
         more, seen = self._build_mask_inputs() if operands.ranges is None else self._build_range_inputs(operands.ranges)
         return arrays | more, specs | seen
 
@@ -319,6 +327,24 @@ def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.A
         kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
         found = found & (pair.queries(q_ids) == pair.keys(kv_ids))
     return found
+
+
+def drop_weights(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, *tiles: jax.Array) -> tuple[jax.Array, ...]:
+    """Zero what dropout drops in tiles of weights or of their gradients; the caller multiplies the rest.
+
+    Returns the tiles, in the order given.
+    """
+    if plan.dropout_rate is None:
+        return tiles
+    of_queries, of_keys = [], []
+    for name in DropoutWords._fields:
+        queries, keys = inputs[f"q_{name}"], inputs[f"kv_{name}"]
+        queries = load_values(queries, pair.q_start, pair.block_q, plan.q_length, head=pair.head, at=pair.q_at)
+        keys = load_values(keys, pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
+        of_queries.append(pair.queries(queries))
+        of_keys.append(pair.keys(keys))
+    kept = find_kept(plan.dropout_rate, DropoutWords(*of_queries), DropoutWords(*of_keys))
+    return tuple(jnp.where(kept, tile, 0.0) for tile in tiles)
 
 
 def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple[jax.Array, jax.Array]:
