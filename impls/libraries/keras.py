@@ -68,8 +68,9 @@ def multi_head_attention_scores(
     dropout_key: Any = None,
 ) -> Any:
     """`keras.layers.MultiHeadAttention` with `return_attention_scores=True`: `keras.layers.Softmax` gives weights."""
-    options = {"return_attention_scores": True, "dropout": (dropout_rate or 0.0, dropout_key)}
-    out, _ = _call_layer(layers.MultiHeadAttention, q, k, v, causal, window, mask, **options)
+    dropout = (dropout_rate or 0.0, dropout_key)
+    kind = layers.MultiHeadAttention
+    out, _ = _call_layer(kind, q, k, v, causal, window, mask, dropout, return_attention_scores=True)
     return out
 
 
