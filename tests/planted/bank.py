@@ -33,6 +33,7 @@ from tests.planted.features import (
     tangents,
 )
 from tests.planted.serving import (
+    batch_invariance,
     batches,
     extreme_values,
     latent,
@@ -94,13 +95,14 @@ _OF_ONE_CHECK = (
     "tangent-of-logsumexp-not-divided",
     "dropout-lost-in-dv",
     "dropout-same-for-all-heads",
+    "splits-by-batch-size",
 )
 
 BANK: tuple[PlantedBug, ...] = (
     *MUTANTS,  # of dense attention
     *(bug for module in _MODULES for bug in module.BUGS),
     *(bug for bug in BEYOND if bug.name in _BEYOND),
-    *(bug for module in (tangents, dropout) for bug in module.BUGS if bug.name in _OF_ONE_CHECK),
+    *(bug for module in (tangents, dropout, batch_invariance) for bug in module.BUGS if bug.name in _OF_ONE_CHECK),
 )
 
 # By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
