@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
 from tests.planted.planting.dropped import BLOCK, Dropout, Steps, build, hash_pairs, mix
 
@@ -44,16 +43,10 @@ def _plant(
         kind=f"dropout.{kind}",
         reference=reference,
         shows=tuple(shows.split()),
-        build=functools.partial(_build, f"dropout-{name}", steps, by_hand=by_hand, **declared),
+        build=functools.partial(build, f"dropout-{name}", steps, by_hand=by_hand, **declared),
         trigger=_drops,
         says=says,
     )
-
-
-def _build(name: str, steps: Steps, **how: Any) -> Implementation:
-    """Build the kernel, and let it be judged with dropout only: without, it has no bug."""
-    found = build(name, steps, **how)
-    return dataclasses.replace(found, supports_case=lambda case: None if _drops(case) else "it has no bug there")
 
 
 def _by_counters(**steps: Any) -> Steps:

@@ -167,17 +167,6 @@ def paged(name: str, steps: InvariantSteps = InvariantSteps()) -> Implementation
     return build_implementation(attention, name)
 
 
-def _build(build: Callable[[str, InvariantSteps], Implementation], name: str, steps: InvariantSteps) -> Implementation:
-    """Build the kernel, and let it be judged with several sequences only: no other check sees its bug."""
-    found = build(name, steps)
-
-    def find_refusal(case: Case) -> str | None:
-        refusal = None if found.supports_case is None else found.supports_case(case)
-        return refusal or (None if case.batch >= 7 else "it has no bug there")
-
-    return dataclasses.replace(found, supports_case=find_refusal)
-
-
 def planted(
     name: str,
     steps: InvariantSteps,
@@ -195,7 +184,7 @@ def planted(
         kind=kind,
         reference=reference,
         shows=("out", "logsumexp"),
-        build=functools.partial(_build, build, name, steps),
+        build=functools.partial(build, name, steps),
         trigger=trigger,
         says=says,
     )
