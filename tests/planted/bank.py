@@ -97,7 +97,7 @@ _BEYOND = (
 
 
 def _judge_where(suits: Callable[[Case], bool], bug: PlantedBug) -> PlantedBug:
-    """Return the bug of a kernel that supports these cases only. Elsewhere it has no bug, and judging it takes hours."""
+    """Return the bug of a kernel that supports these cases only: elsewhere it has none, and judging it takes hours."""
 
     def build() -> Implementation:
         found = bug.build()
