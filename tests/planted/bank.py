@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 from cases.case import Case
 from conformance.mutation.mutant_list import MUTANTS
@@ -38,7 +38,6 @@ from tests.planted.features import (
     tangents,
 )
 from tests.planted.serving import (
-    batch_invariance,
     batches,
     extreme_values,
     latent,
@@ -96,17 +95,21 @@ _BEYOND = (
 )
 
 
-def _judge_where(suits: Callable[[Case], bool], bug: PlantedBug) -> PlantedBug:
-    """Return the bug of a kernel that supports these cases only: elsewhere it has none, and judging it takes hours."""
+def _judge_dropout_alone(bug: PlantedBug) -> PlantedBug:
+    """Return the bug of a kernel that refuses calls without dropout: there it has no bug, and judging it takes hours."""
 
     def build() -> Implementation:
         found = bug.build()
 
-        def find_refusal(case: Case) -> str | None:
-            refusal = None if found.supports_case is None else found.supports_case(case)
-            return refusal or (None if suits(case) else "it has no bug there")
+        def call(*operands: Any, dropout_rate: Any = None, **options: Any) -> Any:
+            if dropout_rate is None:
+                raise NotImplementedError("a call without dropout")
+            return found.call(*operands, dropout_rate=dropout_rate, **options)
 
-        return dataclasses.replace(found, supports_case=find_refusal)
+        def find_refusal(case: Case) -> str | None:
+            return None if case.dropout_rate is not None else "a call without dropout"
+
+        return dataclasses.replace(found, call=call, supports_case=find_refusal, refuses_by_signature=False)
 
     return dataclasses.replace(bug, build=build)
 
@@ -115,14 +118,9 @@ def _judge_where(suits: Callable[[Case], bool], bug: PlantedBug) -> PlantedBug:
 _OF_ONE_CHECK = (
     *(bug for bug in tangents.BUGS if bug.name == "tangent-of-logsumexp-not-divided"),
     *(
-        _judge_where(lambda case: case.dropout_rate is not None, bug)
+        _judge_dropout_alone(bug)
         for bug in dropout.BUGS
         if bug.name in ("dropout-lost-in-dv", "dropout-same-for-all-heads")
-    ),
-    *(
-        _judge_where(lambda case: case.batch >= 7, bug)
-        for bug in batch_invariance.BUGS
-        if bug.name == "splits-by-batch-size"
     ),
 )
 

@@ -101,4 +101,5 @@ def test_nearly_every_bug_is_seen_at_quick(measured: dict[str, Any]) -> None:
 
 def test_every_check_is_needed(measured: dict[str, Any]) -> None:
     # What `branches` finds fails in cases that it adds, which the bank does not judge (tests/checks/test_branches.py).
-    assert [row["check"] for row in measured["checks"] if not row["alone"]] == ["branches"]
+    # Bugs that `batch_invariance` finds are in tests/checks/test_batch_invariance.py: measuring one takes hours.
+    assert [row["check"] for row in measured["checks"] if not row["alone"]] == ["branches", "batch_invariance"]
