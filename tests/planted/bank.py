@@ -96,7 +96,7 @@ _BEYOND = (
 
 
 def _judge_dropout_alone(bug: PlantedBug) -> PlantedBug:
-    """Return the bug of a kernel that refuses calls without dropout: there it has no bug, and judging it takes hours."""
+    """Return the bug of a kernel that refuses calls without dropout: it has no bug there, and judging takes hours."""
 
     def build() -> Implementation:
         found = bug.build()
