@@ -65,7 +65,10 @@ def test_float64_of_numpy_is_recorded_as_jax_reads_it(tmp_path: Path) -> None:
 def test_a_function_of_jax_is_replaced_where_the_process_of_pytest_has_loaded_it(tmp_path: Path) -> None:
     test = tmp_path / "test_jax.py"
     test.write_text(
-        "import jax\n\n\ndef test_one():\n    x = jax.numpy.ones((1, 4, 1, 8))\n    jax.nn.dot_product_attention(x, x, x)\n"
+        "import jax\n\n"
+        "def test_one():\n"
+        "    x = jax.numpy.ones((1, 4, 1, 8))\n"
+        "    jax.nn.dot_product_attention(x, x, x)\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", str(test)]
     suite = Suite(command, "jax.nn:dot_product_attention", "", tmp_path, os.environ)
