@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from conformance.mutation.calls import AttentionCall
 from conformance.mutation.mutant_list import build_right
 from conformance.mutation.substitution import read_recorded_calls, replace_function
+from conformance.mutation.suite import Suite
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
@@ -57,3 +60,19 @@ def test_float64_of_numpy_is_recorded_as_jax_reads_it(tmp_path: Path) -> None:
     module.attention(x, x, x)
     (recorded,) = read_recorded_calls(tmp_path)
     assert recorded.call.q.dtype == np.float32
+
+
+def test_a_function_of_jax_is_replaced_where_the_process_of_pytest_has_loaded_it(tmp_path: Path) -> None:
+    test = tmp_path / "test_jax.py"
+    test.write_text(
+        "import jax\n\n"
+        "def test_one():\n"
+        "    x = jax.numpy.ones((1, 4, 1, 8))\n"
+        "    jax.nn.dot_product_attention(x, x, x)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", str(test)]
+    suite = Suite(command, "jax.nn:dot_product_attention", "", tmp_path, os.environ)
+    try:
+        assert suite.run("true").was_replaced
+    finally:
+        suite.stop()

@@ -43,7 +43,13 @@ class _Replacing(importlib.abc.MetaPathFinder):
 if "CONFORMANCE_MUTANTS" in os.environ:
     with open(os.environ["CONFORMANCE_MUTANTS"], encoding="utf-8") as _file:
         _settings = json.load(_file)
-    sys.meta_path.insert(0, _Replacing(_settings["replace"].partition(":")[0], _settings))
+    _module = _settings["replace"].partition(":")[0]
+    if _module in sys.modules:  # a part of JAX, in the fork of a process that has loaded it
+        from conformance.mutation.substitution import replace_function
+
+        replace_function(sys.modules[_module], _settings)
+    else:
+        sys.meta_path.insert(0, _Replacing(_module, _settings))
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _hidden = importlib.machinery.PathFinder.find_spec(
