@@ -159,3 +159,9 @@ def test_weights_are_dropped_independently(rate: float) -> None:
         if score.size > 100:
             # A normal value has a square of variance 2.
             assert abs((score**2).mean() - 1) < 5 * math.sqrt(2.5 / score.size) + 12 / 512, name
+
+
+def test_mosaic_does_not_drop_weights() -> None:
+    x = {name: y.astype(jnp.bfloat16) for name, y in draw_operands().items() if name != "sinks"}
+    with pytest.raises(NotImplementedError, match="dropout"):
+        flash_gpu.attention(**x, backend="mosaic", dropout_rate=RATE, dropout_key=KEY)
