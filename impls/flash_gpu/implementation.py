@@ -73,6 +73,8 @@ def build_implementation(
         call=functools.partial(call, block_sizes=sizes),
         description=f"flash attention for GPUs in Pallas (Triton; Mosaic where measured), {products} products of f32",
         unsupported=UNSUPPORTED,
+        offers=frozenset({"dropout"}),
+        dropout_mask="places",
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
         variants={
             f"blocks_{q}_{kv}": functools.partial(call, block_sizes=build_uniform_sizes(q, kv))

@@ -19,6 +19,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS, Record
+from tests.bank import PlantedBug
 from tests.planted.planting import invariant
 from tests.planted.serving.batch_invariance import BUGS
 
@@ -58,7 +59,7 @@ def test_every_bug_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_fails_and_the_kernel_without_it_passes(bug: invariant.PlantedBug) -> None:
+def test_a_bug_fails_and_the_kernel_without_it_passes(bug: PlantedBug) -> None:
     case, calls = SHOWN[bug.name]
     assert list_failing_calls(judge(bug.build(), case)) >= calls
     correct = invariant.paged if "/paged" in case else invariant.dense

@@ -67,7 +67,11 @@ def test_the_mask_of_a_kernel_is_seen(steps: dropped.Steps) -> None:
     masks = _Masks(Subject(Executor(build(steps)), CASE, load_default_tolerances()))
     problem = masks.problem
     call = dropped.Dropout(
-        rate=0.25, key=jax.numpy.asarray(problem.dropout_key), q=problem.q, shape=(2, 2, 24, 32), group=2
+        rate=0.25,
+        key=jax.numpy.asarray(problem.dropout_key),
+        q=jax.numpy.asarray(problem.q),
+        shape=(2, 2, 24, 32),
+        group=2,
     )
     assert problem.kept_pairs is not None
     assert not ((np.asarray(dropped.draw(call, steps)) != problem.kept_pairs) & problem.allowed).any()

@@ -162,6 +162,6 @@ def test_weights_are_dropped_independently(rate: float) -> None:
 
 
 def test_mosaic_does_not_drop_weights() -> None:
-    x = {name: y.astype(jnp.bfloat16) for name, y in draw_operands().items() if name != "sinks"}
+    x: dict[str, Any] = {name: y.astype(jnp.bfloat16) for name, y in draw_operands().items() if name != "sinks"}
     with pytest.raises(NotImplementedError, match="dropout"):
         flash_gpu.attention(**x, backend="mosaic", dropout_rate=RATE, dropout_key=KEY)

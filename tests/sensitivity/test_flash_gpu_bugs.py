@@ -53,9 +53,9 @@ def read_tail(patch: pytest.MonkeyPatch) -> None:
 def skip_rescale(patch: pytest.MonkeyPatch) -> None:
     correct = forward.update_softmax
 
-    def wrong(plan: FlashGpuPlan, old: RunningSoftmax, y: Any, v: Any, unit: float, *, some: bool) -> RunningSoftmax:
-        new = correct(plan, old, y, v, unit, some=some)
-        fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), y, v, unit, some=some)
+    def wrong(plan: FlashGpuPlan, old: RunningSoftmax, *operands: Any, some: bool) -> RunningSoftmax:
+        new = correct(plan, old, *operands, some=some)
+        fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), *operands, some=some)
         return new._replace(out=old.out + fresh.out)
 
     patch.setattr(forward, "update_softmax", wrong)
