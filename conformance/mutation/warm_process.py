@@ -68,6 +68,10 @@ class WarmProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+            return  # a fork may still hold the pipes
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def find_python(command: Sequence[str], path: str | None) -> tuple[str, list[str], bool] | None:
