@@ -15,7 +15,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
     ),
-    "operands": tuple(operand.name for operand in REMOVABLE if operand.name != "segment_ids"),
+    "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": tuple(FORMS),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
@@ -23,9 +23,9 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
 """The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "results": ("forward", "residuals", "primal", "parts", "ensemble", "algorithm"),
-    "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
+    "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation", "tangents"),
     "what must not matter": ("poison", "independence", "batch_invariance", "aliasing"),
-    "laws": ("linearity", "invariance", "limits"),
+    "laws": ("linearity", "invariance", "limits", "dropout"),
     "arguments": ("arguments", "errors", "refusals", "forms"),
     "under JAX": ("first_calls", "transforms", "calls", "sharding", "program", "branches"),
     "in a model": ("front_end", "decoding"),

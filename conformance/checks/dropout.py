@@ -115,13 +115,15 @@ class _Masks:
 
 
 def _check_results(subject: Subject) -> Iterator[Judgement]:
-    """Check results and gradients under the mask that was seen."""
-    yield from check_forward(subject)
-    if subject.implementation.residuals:
-        yield from add_label("residuals", check_residuals(subject))
-    yield from add_label("primal", check_primal(subject))
-    yield from check_gradients(subject)
-    yield from add_label("lse", check_gradients_lse(subject))
+    """Check what is offered of results and gradients, under the mask that was seen."""
+    judged = (
+        *check_forward(subject),
+        *add_label("residuals", check_residuals(subject)),
+        *add_label("primal", check_primal(subject)),
+        *check_gradients(subject),
+        *add_label("lse", check_gradients_lse(subject)),
+    )
+    yield from (each for each in judged if each.verdict != records.UNSUPPORTED)
 
 
 def _check_rate(masks: _Masks) -> Iterator[Judgement]:
