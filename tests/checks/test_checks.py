@@ -32,6 +32,7 @@ CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 BIASED = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/bias/normal/s0"
 CAPPED = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/softcap30/normal/s0"
 SINKS = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/sinks/normal/s0"
+SEVERAL = "train/f32/B3.T24.S24.N2.K2.H16.V16/causal/normal/s1"
 DROPPED = "train/f32/B2.T24.S32.N2.K1.H16.V32/causal-o8/sinks/dropout0.25/normal/s1"
 SHORT = "train/f32/B1.T16.S16.N2.K2.H16.V16/lengths-9/normal/s0"
 PADDED = "train/f32/B1.T32.S32.N2.K2.H16.V16/causal/segpad/normal/s0"
@@ -44,7 +45,7 @@ DECODED = next(case.id for case in select_decoding_cases() if "window" in case.m
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
 CASE_OF |= {"calls": BIASED, "parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
-CASE_OF |= {"dropout": DROPPED}
+CASE_OF |= {"dropout": DROPPED, "batch_invariance": SEVERAL}
 # Implementations for checks of declarations that only some make: linear memory, mergeable parts.
 CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 

@@ -91,7 +91,9 @@ def test_a_wrong_kernel_fails_where_it_is_wrong(name: str) -> None:
 
 
 def test_shared_masks_are_declared_and_must_be_shared() -> None:
-    shared = dataclasses.replace(ARRAYS, draw=lambda call: jax.random.bernoulli(call.key, 0.75, (1, 1, 24, 32)))
+    shared = dataclasses.replace(
+        ARRAYS, draw=lambda call: jax.random.bernoulli(call.key, 1 - call.rate, (1, 1, 24, 32))
+    )
     assert find_red(build(shared)) == {"masks.independence"}
     assert find_red(build(shared, dropout_shared=("batch", "heads"))) == set()
     assert find_red(build(ARRAYS, dropout_shared=("heads",))) >= {"heads.shared"}
