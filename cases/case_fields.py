@@ -73,7 +73,7 @@ class CallOperands:
     (`cases.storage_forms.storage_layout`): keys that share a place in memory are one key, and a sequence may have fewer
     than `T` queries. If `tied`, the values are the first `V` coordinates of k, whatever v was given, and the gradient
     of k includes that of the values. The terms of the operands `terms_after_cap` are added after the soft cap, which
-    does not limit them; all other terms are added before it.
+    does not limit them; all other terms are added before it. The scale multiplies the `scaled_terms` too.
 
     With `dropout_rate`, an implementation drops weights at random (docs/contract.md, section 2). Which it drops is not
     known before it is called: `kept_pairs` is None until then.
@@ -98,6 +98,7 @@ class CallOperands:
     storage: Storage | None = None
     tied: bool = False
     terms_after_cap: tuple[str, ...] = ()
+    scaled_terms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:

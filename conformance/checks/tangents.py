@@ -49,6 +49,10 @@ def check_tangents(subject: Subject) -> Iterator[Judgement]:
         reason = "no bounds of tangents are derived for a softmax in the operands' dtype"
         yield Judgement(observable="tangents", verdict=records.UNJUDGED, reason=reason)
         return
+    if subject.problem.bias is not None and subject.implementation.formulas.scaled_bias:
+        reason = "tangents of a bias that the scale multiplies are not derived"
+        yield Judgement(observable="tangents", verdict=records.UNJUDGED, reason=reason)
+        return
     directions = _draw_directions(subject)
     results = [name for name in declared if name != "gradients"]
     is_central = _is_central(subject)

@@ -110,7 +110,7 @@ def _iter_formulas(finding: Finding, implementation: Implementation, cases: Sequ
     for case in cases[1:]:
         shared = [fields for fields in shared if fields in list_formulas(implementation, case)]
     for fields in shared:
-        if "soft_cap" in fields or about_residuals:
+        if {"soft_cap", "scaled_bias"} & fields.keys() or about_residuals:
             yield Candidate(fields)
 
 
@@ -219,6 +219,7 @@ _CONCERNS: Mapping[str, Callable[[Case], bool]] = {
     "negative_ids": lambda case: case.segments is not None,
     "empty_rows": lambda case: case.mask != "full",
     "soft_cap": lambda case: case.soft_cap is not None and (case.bias is not None or case.alibi),
+    "scaled_bias": lambda case: case.bias is not None,
     "logsumexp_base": lambda case: True,
     "logsumexp_sink": lambda case: bool(case.sinks),
     "logsumexp_empty": lambda case: case.mask != "full",

@@ -51,6 +51,7 @@ _OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
     {"logsumexp_empty": "inf"},
     {"logsumexp_base": 2, "logsumexp_sink": False},
     {"soft_cap": "before_bias"},
+    {"scaled_bias": True},
 )
 
 
@@ -157,6 +158,8 @@ def _change_call(implementation: Implementation, declarations: Mapping[str, Any]
 
 def _matters(formula: str, implementation: Implementation, case: Case) -> bool:
     """Tell whether another formula than the contract's could change results of the implementation on the case."""
+    if formula == "scaled_bias":
+        return case.bias is not None
     if formula == "soft_cap":
         return case.soft_cap is not None and (case.bias is not None or case.alibi)
     if "logsumexp" not in implementation.residuals:

@@ -34,9 +34,12 @@ from impls.contract.declarations import Arithmetic, Formulas
 
 
 def reorder_terms(problem: Problem, formulas: Formulas) -> Problem:
-    """Return the problem with the declared order of the soft cap and the terms that are added to logits."""
+    """Return the problem with the declared order of the scale, the soft cap and the terms that are added to logits."""
     later = ("bias", "alibi_slopes") if formulas.soft_cap == "before_bias" else ()
-    return problem if problem.terms_after_cap == later else dataclasses.replace(problem, terms_after_cap=later)
+    scaled = ("bias",) if formulas.scaled_bias else ()
+    if (problem.terms_after_cap, problem.scaled_terms) == (later, scaled):
+        return problem
+    return dataclasses.replace(problem, terms_after_cap=later, scaled_terms=scaled)
 
 
 def compute_declared_expectation(

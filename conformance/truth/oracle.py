@@ -41,15 +41,18 @@ class LogitTerm:
     Attributes:
       operand: the operand that the term comes from.
       value: the term, `[G, T, S]`.
+      factor: the factor of the operand in the term: 1, or the scale.
     """
 
     operand: OptionalOperand
     value: Array
+    factor: float = 1.0
 
     @property
     def rounding(self) -> TermRounding:
         """The roundings that a kernel may make while it computes the term, before it adds it to the logit."""
-        return self.operand.term_rounding
+        rounding = self.operand.term_rounding
+        return rounding if self.factor == 1 else dataclasses.replace(rounding, products=rounding.products + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +265,9 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
             # Without a cap, a term of -inf hides the key exactly, so it belongs to the mask and has no rounding error.
             # With a cap the capped logit is finite.
             allowed, value = allowed & ~hidden, np.where(hidden, 0.0, value)
-        terms.append((operand, np.broadcast_to(value, full)))
+        factor = problem.effective_scale if operand.name in problem.scaled_terms else 1.0
+        value = value if factor == 1 else value * factor
+        terms.append((operand, np.broadcast_to(value, full), factor))
     dead = problem.dead_keys[..., None]
     mean_needs_v = empty_rows == "mean" and (problem.sinks is None or np.isneginf(problem.sinks).any())
     k = np.where(dead, 0, problem.keys)
@@ -282,8 +287,8 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
                 k=k[b, :, h],
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
-                terms=tuple(LogitTerm(o, value[b, heads]) for o, value in terms if o.name not in later),
-                later_terms=tuple(LogitTerm(o, value[b, heads]) for o, value in terms if o.name in later),
+                terms=tuple(LogitTerm(o, value[b, heads], f) for o, value, f in terms if o.name not in later),
+                later_terms=tuple(LogitTerm(o, value[b, heads], f) for o, value, f in terms if o.name in later),
                 sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=caps[b, heads] if isinstance(caps, np.ndarray) else caps,
                 fixed_scale=problem.effective_scale,
@@ -440,7 +445,8 @@ class Gradients:
         for terms, gradient in ((group.terms, dx), (group.later_terms, dz)):
             for term in terms:
                 if term.operand.gradient in self.arrays:
-                    _add_broadcast(self.arrays[term.operand.gradient], group, gradient, rows)
+                    scaled = gradient if term.factor == 1 else gradient * term.factor
+                    _add_broadcast(self.arrays[term.operand.gradient], group, scaled, rows)
 
 
 def _add_broadcast(total: Array, group: HeadGroup, dx: Array, rows: Rows) -> None:

@@ -72,7 +72,8 @@ class Roundoff:
             scaled_q=u_in if arithmetic.scaled_q and not exact_scale else 0.0,
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
-            bias=UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
+            bias=(UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U)
+            + (U if "bias" in problem.scaled_terms else 0.0),
             cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
             dropout=0.0
             if problem.dropout_rate is None

@@ -159,6 +159,11 @@ class Formulas:
         "function that gets the soft cap as part of `score_mod` has the contract's order",
     )
 
+    scaled_bias: bool = declared(
+        False,
+        "True if the bias is added before the scale, which multiplies it too",
+    )
+
     @property
     def has_contract_logsumexp(self) -> bool:
         """Return whether `logsumexp` is that of the contract."""
@@ -354,6 +359,7 @@ class Declarations(TypedDict, total=False):
     logsumexp_sink: bool
     logsumexp_empty: Literal["-inf", "inf"]
     soft_cap: Literal["after_bias", "before_bias"]
+    scaled_bias: bool
     empty_rows: EmptyRows
     behind_mask: BehindMask
     unordered_sums: Collection[str]

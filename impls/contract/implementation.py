@@ -254,7 +254,7 @@ class Implementation(Behaviour):
 
     def with_contract_logsumexp(self) -> Implementation:
         """Return the implementation with the contract's formula of `logsumexp` declared."""
-        formulas = Formulas(soft_cap=self.formulas.soft_cap)
+        formulas = Formulas(soft_cap=self.formulas.soft_cap, scaled_bias=self.formulas.scaled_bias)
         return dataclasses.replace(self, formulas=formulas)
 
     def supports(self, case: Case) -> str | None:

@@ -112,7 +112,7 @@ def _call_layer(
     with jax.default_matmul_precision("highest"):
         result, _ = layer.stateless_call(
             weights,
-            layer.non_trainable_variables if dropout[1] is None else [dropout[1]],
+            [dropout[1]] if dropout[0] else layer.non_trainable_variables,
             merge_heads(q),
             merge_heads(v),
             key=merge_heads(k),
