@@ -47,8 +47,8 @@ def build_examination(bug: str, *checks: str) -> Examination:
 def test_the_order_of_jobs_loses_none() -> None:
     jobs = order_jobs_for_bug(CLIPPED, "quick")
     assert len({job.id for job in jobs}) == len(jobs)
-    # It supports everything that needs no special algorithm, and is for no accelerator.
-    elsewhere = {"interpreter", "compiles"}
+    # It supports everything that needs no special algorithm, declares nothing, and is for no accelerator.
+    elsewhere = {"interpreter", "compiles", "dropout", "tangents", "batch_invariance"}
     assert {check.name for job in jobs for check in job.checks} == set(CHECKS_BY_NAME) - elsewhere
 
 

@@ -157,7 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
         TangentSteps(keep=jax.lax.stop_gradient),
         kind="tangents.second",
         reference="inferred from rules that take saved probabilities for constants",
-        shows=("dq", "dk", "dv", "second"),
+        shows=("dq", "dk", "dv", "dsinks", "dbias", "second"),
         transposes_itself=True,
         tangents=("out", "logsumexp", "gradients"),
     ),
