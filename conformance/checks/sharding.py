@@ -86,7 +86,9 @@ def _check_devices(subject: Subject, devices: int, check_vma: bool) -> Iterator[
     rows = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
     dlse = None
     if "logsumexp" in subject.implementation.differentiable_residuals:
-        dlse = np.where(rows, draw_cotangent(case).logsumexp, np.float32(0))  # type: ignore[arg-type] # is drawn
+        drawn = draw_cotangent(case).logsumexp
+        assert drawn is not None
+        dlse = np.where(rows, drawn, np.float32(0))
     cotangent = Cotangent("random", do, dlse)
     pulled = (cotangent,) if subject.has_gradients else ()
     got = subject.executor.run(sharded_calls.run_on_devices, devices, check_vma, problem, (*pulled, None)[0])

@@ -29,6 +29,11 @@ def order_tokens(order: TokenOrder, length: int, devices: int) -> np.ndarray:
     return positions
 
 
+def bind_devices(function: Callable[..., Any], **devices: Any) -> Callable[..., Any]:
+    """Return the function of whole arrays that calls `function` on several devices, by `call_on_devices`."""
+    return lambda *operands, **options: call_on_devices(function, operands, options, **devices)
+
+
 def call_on_devices(
     function: Callable[..., Any],
     operands: tuple[Any, ...],

@@ -123,13 +123,13 @@ def build_implementation(
             given["segment_ids"] = _mark_padding(*given["segment_ids"])
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
+        run = invoke
         if axes:
-            from conformance.execution.context_calls import call_on_devices  # imports JAX
+            from conformance.execution.context_calls import bind_devices  # imports JAX
 
-            how: Any = {"axes": axes, "order": order, "devices": devices, "check_vma": check_vma}
-            return call_on_devices(invoke, operands, {**explicit, **given}, **how)
+            run = bind_devices(invoke, axes=axes, order=order, devices=devices, check_vma=check_vma)
         with _hint_at_open_sides(given.get("window")):
-            return invoke(*operands, **{**explicit, **given})
+            return run(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return call_by_position(q, k, v, **options)

@@ -11,6 +11,9 @@ the f32 unit roundoff:
   two, since a pullback is linear: those of `out` of the problem, and those of `L` of the problem without sinks. The
   bounds add up too.
 - +inf in rows without keys: the result is +inf there, and exact.
+
+The order of operations is declared too (`reorder_terms`). A bias that the scale multiplies enters as `scale * bias`,
+and its gradient is `scale * dx`. Both products round once more.
 """
 
 from __future__ import annotations

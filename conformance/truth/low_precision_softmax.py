@@ -93,7 +93,7 @@ class LowPrecisionSoftmax:
 
     @property
     def drops(self) -> bool:
-        """Whether weights are dropped."""
+        """Whether the group has dropout: its factors are then an array."""
         return not isinstance(self.group.dropout, float)
 
     @property

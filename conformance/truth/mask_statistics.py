@@ -1,11 +1,11 @@
 """Test by exact binomial probabilities whether weights are dropped at a given rate and independently.
 
-A mask is an array of booleans, true where a weight is kept. If each weight is dropped with probability `p` and
-independently of all others, then
+A mask is an array of booleans, true where a weight is kept. Let each weight be dropped with probability `p`,
+independently of all others:
 
-- the number of kept weights among `n` is binomial with probability `1 - p`;
-- two masks agree at a place with probability `p^2 + (1 - p)^2`, so the number of agreements is binomial too;
-- the corners of a rectangle have an even number of kept weights with probability `(1 + (1 - 2p)^4) / 2`.
+- The number of kept weights among `n` is binomial with probability `1 - p`.
+- Two masks agree at a place with probability `p^2 + (1 - p)^2`, so the number of agreements is binomial too.
+- The corners of a rectangle have an even number of kept weights with probability `(1 + (1 - 2p)^4) / 2`.
 
 Counts over disjoint places are independent, so these probabilities are exact, for any number of places.
 """
@@ -45,7 +45,7 @@ class Surprise:
 
     @property
     def is_credible(self) -> bool:
-        """Whether a correct generator may give this count."""
+        """Whether the probability is above `ALPHA`, so that the count passes."""
         return self.probability > ALPHA
 
 
@@ -74,7 +74,7 @@ def judge_rate(kept: np.ndarray, seen: np.ndarray, rate: float) -> Surprise:
     counted, places = kept & seen, np.broadcast_to(seen, kept.shape)
     families = {
         "all weights": (0, 1, 2, 3, 4),
-        "a key's mask": (1, 2, 3, 4),
+        "the mask of a dropout key": (1, 2, 3, 4),
         "a batch row": (0, 2, 3, 4),
         "a head": (0, 1, 3, 4),
         "a query": (0, 1, 2, 4),
@@ -93,38 +93,37 @@ def judge_independence(kept: np.ndarray, seen: np.ndarray, rate: float) -> tuple
       the surprises of masks of other keys, batch rows and heads compared with each other; of queries and keys compared
       with those some places further on; and of the corners of rectangles.
     """
-    planes = kept.reshape(-1, *kept.shape[3:])
     masks, batch, heads = kept.shape[:3]
+    seen_all = np.broadcast_to(seen, kept.shape)
     alike = rate**2 + (1 - rate) ** 2
-    counted, places, pairs = _compare_planes(planes, np.broadcast_to(seen, kept.shape).reshape(planes.shape))
+    planes = (-1, *kept.shape[3:])
+    counted, places, pairs = _compare_planes(kept.reshape(planes), seen_all.reshape(planes))
     labels = [tuple(np.unravel_index(plane, (masks, batch, heads)) for plane in pair) for pair in pairs]
     between = _find_least([("two masks", counted, places)], alike, labels)
     shifted, corners = [], []
     for axis, name in ((3, "queries"), (4, "keys")):
         for shift in (d for d in _SHIFTS if d < kept.shape[axis]):
             one, other = _split_disjoint(kept, axis, shift)
-            both = np.logical_and(*_split_disjoint(np.broadcast_to(seen, kept.shape), axis, shift))
-            same = (one == other) & both
-            shifted.append((f"{name} {shift} apart", same.sum(keepdims=True).ravel(), both.sum(keepdims=True).ravel()))
+            both = np.logical_and(*_split_disjoint(seen_all, axis, shift))
+            shifted.append((f"{name} {shift} apart", _count((one == other) & both), _count(both)))
     if kept.shape[3] == kept.shape[4]:
-        turned, open_both = np.swapaxes(kept, 3, 4), seen & np.swapaxes(seen, 2, 3)
-        half = np.triu(np.ones(kept.shape[3:], bool), 1) & open_both
-        same = (kept == turned) & half
-        shifted.append(("queries and keys exchanged", same.sum(keepdims=True).ravel(), _count(half, masks)))
-    odd, all_seen = kept, np.broadcast_to(seen, kept.shape)
+        upper = np.triu(np.ones(kept.shape[3:], bool), 1) & seen_all & np.swapaxes(seen_all, 3, 4)
+        same = (kept == np.swapaxes(kept, 3, 4)) & upper
+        shifted.append(("queries and keys exchanged", _count(same), _count(upper)))
     for down in (d for d in _SHIFTS if d < kept.shape[3]):
-        rows, rows_seen = _split_disjoint(odd, 3, down), _split_disjoint(all_seen, 3, down)
-        parity, both = np.logical_xor(*rows), np.logical_and(*rows_seen)
+        parity = np.logical_xor(*_split_disjoint(kept, 3, down))
+        both = np.logical_and(*_split_disjoint(seen_all, 3, down))
         for across in (d for d in _SHIFTS if d < kept.shape[4]):
             even = ~np.logical_xor(*_split_disjoint(parity, 4, across))
             four = np.logical_and(*_split_disjoint(both, 4, across))
             name = f"corners of rectangles of {down} queries and {across} keys"
-            corners.append((name, (even & four).sum(keepdims=True).ravel(), four.sum(keepdims=True).ravel()))
+            corners.append((name, _count(even & four), _count(four)))
     return between, _find_least(shifted, alike), _find_least(corners, (1 + (1 - 2 * rate) ** 4) / 2)
 
 
-def _count(seen: np.ndarray, masks: int) -> np.ndarray:
-    return np.array([seen.sum() * masks])
+def _count(places: np.ndarray) -> np.ndarray:
+    """Return the number of true places, as an array of one count."""
+    return np.array([places.sum()])
 
 
 def _find_least(

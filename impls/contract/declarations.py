@@ -38,7 +38,7 @@ TokenOrder = Literal["contiguous", "balanced", "striped"]
 ScaledQ = Literal[False, True, "base2"]
 
 TANGENTS = ("out", "logsumexp", "gradients")
-"""What may have tangents in forward mode."""
+"""The names of results that may have tangents in forward mode."""
 
 
 def declared(default: Any, says: str, *, loosens: str = "nothing") -> Any:

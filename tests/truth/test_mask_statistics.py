@@ -35,6 +35,7 @@ def test_tails_are_those_of_the_binomial_distribution(places: int, p: float, dat
     terms = [math.comb(places, k) * p**k * (1 - p) ** (places - k) for k in range(places + 1)]
     expected = min(1.0, 2 * min(sum(terms[: count + 1]), sum(terms[count:])))
     got = mask_statistics.compute_tails(np.array(count), np.array(places), p)
+    # Up to 31 terms in float64 on each side.
     assert float(got) == pytest.approx(expected, rel=1e-6)
 
 
@@ -67,6 +68,7 @@ def test_structure_fails() -> None:
 def test_a_surprise_says_where_and_how_much() -> None:
     surprise = mask_statistics.judge_rate(draw(0.3), SEEN, 0.25)
     assert surprise.where == "all weights"
+    # The standard deviation among 98,304 places is 0.0015.
     assert surprise.found == pytest.approx(0.7, abs=0.02)
     assert (surprise.expected, surprise.places) == (0.75, math.prod(SHAPE))
     alike = mask_statistics.judge_independence(np.repeat(draw(0.25, (1, *SHAPE[1:])), 4, axis=0), SEEN, 0.25)[0]

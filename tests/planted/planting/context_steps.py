@@ -178,5 +178,5 @@ def implementation(name: str, make: Callable[[ContextSteps], Call], **replaced: 
 
 
 def enough_heads(case: Case) -> bool:
-    """Whether four devices can share the heads."""
+    """Return whether four devices can share the heads."""
     return case.num_q_heads % 4 == 0

@@ -28,7 +28,7 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """What a step knows: the rate, the key, the queries `[B, T, N, H]`, and how many query heads share a key head."""
+    """What steps read of a call: rate, key, queries `[B, T, N, H]`, and how many query heads share a key head."""
 
     rate: float
     key: Array

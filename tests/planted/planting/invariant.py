@@ -26,7 +26,7 @@ _NEVER = -1e30
 
 
 class Call(NamedTuple):
-    """What is static in one call."""
+    """The sizes of one call, which are known before tracing."""
 
     sequences: int
     queries: int  # of all sequences, padding included
