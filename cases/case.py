@@ -44,7 +44,7 @@ class Case(CaseFields):
             raise CaseIdError(f"{self.kv_cache} is a cache: phase must be 'prefill' or 'decode', got 'train'")
         if self.dropout_rate is not None:
             self._check_dropout(self.dropout_rate)
-        if self.score == score_functions.CAPPING and self.soft_cap is not None:
+        if self.score in score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
         if min(*sizes, self.head_dim, self.v_head_dim) < 1:
@@ -145,6 +145,8 @@ class Case(CaseFields):
         if spec is not None:
             found.append(spec.form)
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
+        if self.score in score_functions.CAPTURED:
+            found.append("captures")
         if self.dropout_rate is not None:
             found.append("dropout")
         if self.head_dim != self.v_head_dim:
@@ -182,6 +184,7 @@ FEATURES: dict[str, str] = {
     "mqa": "all query heads share one key/value head",
     **mask_spec.FEATURES,
     **{operand.name: operand.description for operand in REMOVABLE},
+    "captures": "functions of places that capture arrays",
     "dropout": "weights dropped at random, by a key",
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
@@ -199,7 +202,7 @@ OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURE
 
 OPT_IN = (
     mask_spec.OPT_IN
-    | {"dropout"}
+    | {"captures", "dropout"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cases import moba_mask, quantization
 from cases.masks import Mask
-from cases.score_functions import Score
+from cases.score_functions import Score, TableScore
 from cases.storage_forms.storage_layout import Storage
 
 PHASES = ("train", "prefill", "decode")
@@ -91,6 +91,7 @@ class CallOperands:
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
+    score_table: np.ndarray | None = None  # [L, N], which `score_mod` captures if it is a `TableScore`
     logit_scale: np.ndarray | None = None  # [N]
     dropout_rate: float | None = None
     dropout_key: np.ndarray | None = None  # uint32 [2]
@@ -109,6 +110,8 @@ class CallOperands:
         if self.score_mod is not None:  # a score depends on the position of the last query
             moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
+        if not isinstance(self.score_mod, TableScore):
+            object.__setattr__(self, "score_table", None)
         if self.tied:
             object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
 

@@ -200,9 +200,9 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
             return False  # the window lies within the key length of each row
         if lengths is not None and lengths.phase == "train":
             return False
-    if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
+    if levels.get("score") in CAPPING and levels.get("soft_cap") is not None:
         return False  # a case has one cap
-    if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", *MOVED):
+    if levels.get("score") in CAPPING and levels.get("distribution") in ("knee", *MOVED):
         return False  # logits of `knee` are made for another cap, and this one would flatten those of the others
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
@@ -211,7 +211,7 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     if levels.get("bias") in HIDING:
         # Under a cap, a bias of minus infinity hides nothing. `knee` needs a cap: the search for cases needs this
         # conflict too, since it would find it only after it chose the cap.
-        capped = levels.get("soft_cap") is not None or levels.get("score") == CAPPING
+        capped = levels.get("soft_cap") is not None or levels.get("score") in CAPPING
         if capped or levels.get("distribution") == "knee":
             return False
     if levels.get("distribution") == "huge":

@@ -66,8 +66,30 @@ class TermRounding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OptionalOperand(Operand):
-    """An operand that a call may lack. Two instances are never equal.
+class LogitOperand(Operand):
+    """An operand that a call may lack, and its effect on the logits. Two instances are never equal.
+
+    Attributes:
+      vmap: the name of the transform that gives the operand a batch axis of its own (`kv` if k and v get one too).
+      factor: `problem -> number or float64 [N]`: the factor of `<q, k>`.
+      term: `problem -> float64 array`, broadcastable to `[B, N, T, S]`: the term added to scaled logits.
+      term_rounding: how a kernel may round the term.
+      cap: `problem -> number or float64 [B, N, T, S]`: the soft cap.
+
+    `factor`, `term` and `cap` are called only for problems that have the operand. They return None if the operand has
+    no such effect in the problem.
+    """
+
+    vmap: str = ""
+    factor: Callable[[CallOperands], Any] | None = None
+    term: Callable[[CallOperands], np.ndarray | None] | None = None
+    term_rounding: TermRounding = TermRounding()
+    cap: Callable[[CallOperands], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OptionalOperand(LogitOperand):
+    """An operand that a call may lack, and that a case asks for.
 
     In a case id:
 
@@ -95,7 +117,6 @@ class OptionalOperand(Operand):
         axes. Results then change if only some of the queries or keys are kept.
       has_own_cases: whether the operand has a covering array of its own (`cases.operand_model`) instead of an axis in
         `cases.feature_model`. The cases of other operands then stay as they are.
-      vmap: the name of the transform that gives the operand a batch axis of its own (`kv` if k and v get one too).
       grid_levels: the levels on its axis of `cases.feature_model`, other than its absence.
       combined_level: the level in the combined case, which has every supported operand.
       is_rare: whether few implementations support the operand. For others, the covering array leaves its axis out.
@@ -111,13 +132,6 @@ class OptionalOperand(Operand):
       null: `problem -> value`: the value at which the operand changes nothing; None if there is no such value.
       special: a number for which kernels may have a program of their own, in arrays at every place; None if there is
         none.
-      factor: `problem -> number or float64 [N]`: the factor of `<q, k>`.
-      term: `problem -> float64 array`, broadcastable to `[B, N, T, S]`: the term added to scaled logits.
-      term_rounding: how a kernel may round the term.
-      cap: `problem -> number or float64 [B, N, T, S]`: the soft cap.
-
-    `factor`, `term` and `cap` are called only for problems that have the operand. They return None if the operand has
-    no such effect in the problem.
     """
 
     field: str
@@ -132,7 +146,6 @@ class OptionalOperand(Operand):
     is_absence_ignored: bool = False
     is_positional: bool = False
     has_own_cases: bool = False
-    vmap: str = ""
     grid_levels: tuple[Any, ...] = ()
     combined_level: Any = None
     special: float | None = None
@@ -142,10 +155,6 @@ class OptionalOperand(Operand):
     draw: Callable[[CaseFields, CallOperands, float], Any] | None = None
     validate: Callable[[str, Any, CallSizes, Any], None]
     null: Callable[[CallOperands], Any] | None = None
-    factor: Callable[[CallOperands], Any] | None = None
-    term: Callable[[CallOperands], np.ndarray | None] | None = None
-    term_rounding: TermRounding = TermRounding()
-    cap: Callable[[CallOperands], Any] | None = None
 
     @property
     def is_flag(self) -> bool:

@@ -15,6 +15,7 @@ from cases import feature_model
 from cases.case import Case
 from cases.covering_model import Axis, Lengths, Model
 from cases.operand import OptionalOperand
+from cases.score_functions import CAPTURED
 
 # Fewer levels than in the model of all features: whole and partial blocks, both orders of lengths, one query.
 _LENGTHS = (
@@ -38,16 +39,28 @@ _LEVELS: dict[str, tuple[Any, ...]] = {
 @functools.cache
 def build_operand_model(operand: OptionalOperand) -> Model:
     """Build the model whose cases all have `operand`."""
+    return _build_model({operand.field: operand.levels[:1]})
+
+
+@functools.cache
+def build_capture_model() -> Model:
+    """Build the model whose cases all have a score function that captures an array."""
+    return _build_model({"score": CAPTURED, "alibi": (False,)})
+
+
+def _build_model(fields: Mapping[str, tuple[Any, ...]]) -> Model:
+    """Build the model whose cases have the given levels in these fields."""
     axes = [Axis("lengths", _LENGTHS)]
     for axis in feature_model.AXES[1:]:
         levels = _LEVELS.get(axis.name, axis.levels)
-        if axis.name not in ("kv_cache", "own_window", operand.field):
+        if axis.name not in ("kv_cache", "own_window", *fields):
             combined = axis.combined if axis.combined in levels else None
             axes.append(dataclasses.replace(axis, levels=levels, combined=combined))
+    axes += [Axis(field, levels) for field, levels in fields.items() if len(levels) > 1]
     missing = {axis.name: axis.levels[0] for axis in feature_model.AXES}
+    fixed = {field: levels[0] for field, levels in fields.items() if len(levels) == 1}
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-        changed: dict[str, Any] = {operand.field: operand.levels[0]}
-        return dataclasses.replace(feature_model.assemble({**missing, **levels}, seed), **changed)
+        return dataclasses.replace(feature_model.assemble({**missing, **levels}, seed), **fixed)
 
     return Model(tuple(axes), feature_model.are_compatible, assemble, strongest=3)

@@ -7,7 +7,7 @@ checks and reports. So do the oracle and its bounds.
 
 from __future__ import annotations
 
-from cases.operand import Operand, OptionalOperand
+from cases.operand import LogitOperand, Operand, OptionalOperand
 from cases.optional_operands import (
     alibi_slopes_operand,
     bias_operand,
@@ -15,6 +15,7 @@ from cases.optional_operands import (
     logit_scale_operand,
     scale_operand,
     score_mod_operand,
+    score_table_operand,
     segment_ids_operand,
     sinks_operand,
     soft_cap_operand,
@@ -37,7 +38,9 @@ OPTIONAL: tuple[OptionalOperand, ...] = (
     logit_scale_operand.OPERAND,
 )
 """The optional operands, in the order in which a case id has their components, and in which they are drawn."""
-OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
+LOGIT_OPERANDS: tuple[LogitOperand, ...] = (*OPTIONAL, score_table_operand.OPERAND)
+"""The optional operands, and the array that a score function captures."""
+OPERANDS: tuple[Operand, ...] = (*REQUIRED, *LOGIT_OPERANDS)
 
 GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand.gradient}
 """Names of gradients by name of the operand, for operands that have a gradient."""

@@ -20,8 +20,9 @@ from cases import distributions, front_ends, mask_spec, quantization
 from cases.case import Case
 from cases.case_fields import CallOperands
 from cases.counter_rng import draw_normal, draw_words
-from cases.operand import OptionalOperand
-from cases.operand_registry import OPERANDS, OPTIONAL, POSITIONAL
+from cases.operand import LogitOperand
+from cases.operand_registry import LOGIT_OPERANDS, OPERANDS, OPTIONAL, POSITIONAL
+from cases.optional_operands.score_table_operand import draw_score_table
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 
@@ -50,7 +51,7 @@ class Problem(CallOperands):
         return {operand.name: operand.factor(self) for operand in self._iter_given() if operand.factor}
 
     @functools.cached_property
-    def logit_terms(self) -> tuple[tuple[OptionalOperand, np.ndarray], ...]:
+    def logit_terms(self) -> tuple[tuple[LogitOperand, np.ndarray], ...]:
         """The terms added to scaled logits: pairs of an operand and float64 values broadcastable to `[B, N, T, S]`."""
         found = ((operand, operand.term(self)) for operand in self._iter_given() if operand.term)
         return tuple((operand, term) for operand, term in found if term is not None)
@@ -65,9 +66,9 @@ class Problem(CallOperands):
         cap: float | np.ndarray | None = next(iter(caps.values()), None)
         return cap
 
-    def _iter_given(self) -> Iterator[OptionalOperand]:
+    def _iter_given(self) -> Iterator[LogitOperand]:
         """Iterate over the optional operands that the problem has."""
-        return (operand for operand in OPTIONAL if getattr(self, operand.name) is not None)
+        return (operand for operand in LOGIT_OPERANDS if getattr(self, operand.name) is not None)
 
     @property
     def is_positional(self) -> bool:
@@ -115,7 +116,7 @@ def _draw_optional(case: Case, problem: Problem) -> Problem:
         if value != operand.absent and getattr(problem, operand.name) is None:
             drawn = value if operand.draw is None else operand.draw(case, problem, spread)
             problem = dataclasses.replace(problem, **{operand.name: drawn})
-    return problem
+    return dataclasses.replace(problem, score_table=draw_score_table(case, problem))
 
 
 def _draw_required(case: Case, attempt: int) -> Problem:

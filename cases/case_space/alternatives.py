@@ -138,7 +138,7 @@ def _is_impossible(changed: Mapping[str, Any]) -> bool:
     """
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True
-    if changed.get("score") == CAPPING and changed.get("soft_cap") is not None:
+    if changed.get("score") in CAPPING and changed.get("soft_cap") is not None:
         return True
     one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
     return one_query or (changed.get("distribution") == "knee" and changed.get("soft_cap") is None)

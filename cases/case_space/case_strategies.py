@@ -108,10 +108,10 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
-    if operands["soft_cap"] is not None and operands.get("score") == CAPPING:
+    if operands["soft_cap"] is not None and operands.get("score") in CAPPING:
         operands["score"] = None  # a case has one cap
     capped = operands["soft_cap"] is not None
-    flat = capped or operands.get("score") == CAPPING
+    flat = capped or operands.get("score") in CAPPING
     if operands["bias"] in HIDING and flat:
         operands["bias"] = "bias"  # under a cap, minus infinity hides nothing
     huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE

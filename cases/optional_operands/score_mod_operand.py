@@ -30,8 +30,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 def _compute(problem: CallOperands, *, caps: bool) -> np.ndarray | None:
     score = problem.score_mod
-    assert score is not None
-    if score.caps != caps:
+    if score is None or score.caps != caps or isinstance(score, score_functions.TableScore):
         return None
     return score.dense(problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
 
@@ -41,7 +40,7 @@ OPERAND = OptionalOperand(
     arrays=(),
     field="score",
     form="score-NAME",
-    levels=score_functions.LEVELS,
+    levels=(*score_functions.LEVELS, *score_functions.CAPTURED),
     description="scaled logits changed by a function of batch row, query head and places",
     words="a score by formula",
     grid_levels=score_functions.LEVELS,

@@ -304,7 +304,7 @@ class CaseData:
         implementation = _build_implementation(function, self._declarations)
         if (reason := implementation.supports(self.case)) is not None:
             raise ValueError(f"{implementation.name} does not support {self.id}: {reason}")
-        return Executor(stored_calls.lower_implementation(implementation))
+        return Executor(implementation)
 
 
 @validate_arguments

@@ -25,7 +25,7 @@ from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
-from cases.operand_model import build_operand_model
+from cases.operand_model import build_capture_model, build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
 from cases.regressions import REGRESSIONS
 from cases.storage_forms.form_cases import load_form_cases
@@ -54,10 +54,15 @@ class ImplementationGrids:
 
     @functools.cached_property
     def operand_grids(self) -> tuple[Grid, ...]:
-        """The grids of the operands that have their own cases and that the implementation offers."""
-        offered = [operand for operand in WITH_OWN_CASES if operand.name in self.implementation.offers]
-        supports = self.implementation.supports
-        return tuple(build_grid(self.level, self.seed, supports, build_operand_model(each)) for each in offered)
+        """The grids of the operands that have their own cases and that the implementation offers.
+
+        The last is that of functions that capture arrays.
+        """
+        offers = self.implementation.offers
+        models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
+        if offers.issuperset({"captures", "score_mod"}):
+            models.append(build_capture_model())
+        return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property
     def all_grids(self) -> tuple[Grid, ...]:
@@ -176,6 +181,12 @@ def _list_batch_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     lengths = () if isinstance(declared, bool) else tuple(declared)
     cases = select_batch_cases(grids.implementation.storage, lengths, grids.seed, grids.implementation.supports)
     return cases if declared else cases[:1]
+
+
+def _list_plain(grid: Grid) -> tuple[Case, ...]:
+    """List the plainest case of a grid, and the plain ones with another score function."""
+    first = grid.singles[:1]
+    return tuple(case for case in grid.singles if case in first or case.score != first[0].score)
 
 
 def _accept_any(implementation: Implementation) -> bool:
@@ -314,7 +325,7 @@ DECLINED = Scope(
 FEATURE = _build_scope(
     "feature",
     "one plain case for each supported argument and mask",
-    lambda grids: (*grids.grid.singles[1:], *(case for grid in grids.operand_grids for case in grid.singles[:1])),
+    lambda grids: (*grids.grid.singles[1:], *(case for grid in grids.operand_grids for case in _list_plain(grid))),
     accepts_any_case=_accept_any,
     short=True,
 )

@@ -75,6 +75,8 @@ def _draw_directions(subject: Subject) -> dict[str, _Direction]:
     operands = {
         name: getattr(problem, name) for name, gradient in GRADIENT_OF.items() if gradient in declared.gradients
     }
+    if problem.score_mod is not None and problem.score_mod.caps:
+        operands.pop("score_table", None)  # tangents of soft caps are not derived
     every = {
         name: draw_normal(subject.case.seed, f"tangent-{name}", x.shape).astype(x.dtype)
         for name, x in operands.items()

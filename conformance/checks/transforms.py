@@ -17,7 +17,7 @@ from cases import mask_spec
 from cases.counter_rng import draw_normal
 from cases.masks import Dense
 from cases.moba_mask import depends_on_data
-from cases.operand_registry import GRADIENT_OF, OPTIONAL, REMOVABLE, RESIDUALS
+from cases.operand_registry import GRADIENT_OF, LOGIT_OPERANDS, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import list_other_masks
@@ -395,7 +395,7 @@ def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
 def _list_mapped_operands() -> dict[str, list[str]]:
     """List the sets of operands that `vmap` maps together while the other operands are shared, by subcheck name."""
     mapped = {"k": ["k"], "v": ["v"], "kv": ["k", "v"]}
-    for operand in OPTIONAL:
+    for operand in LOGIT_OPERANDS:
         if operand.vmap:
             mapped.setdefault(operand.vmap, []).append(operand.name)
             mapped.setdefault(operand.name, [operand.name])

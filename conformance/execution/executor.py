@@ -22,6 +22,7 @@ from cases.operand_registry import GRADIENT_OF, OPERANDS
 from cases.operand_values import Cotangent, Problem
 from conformance import environment
 from conformance.execution import returned_values, stored_calls
+from conformance.execution.captured_arrays import bind_tables
 from conformance.execution.common_subexpressions import eliminate_common_subexpressions
 from impls.contract.implementation import Implementation
 
@@ -75,7 +76,7 @@ class Executor:
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
         """Create an executor whose programs are compiled with `options`, in addition to the process's XLA flags."""
-        self.implementation = stored_calls.lower_implementation(implementation)
+        self.implementation = bind_tables(stored_calls.lower_implementation(implementation))
         self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, CompiledCalls] = collections.OrderedDict()
 

@@ -48,6 +48,7 @@ from impls.contract.declarations import (
 from impls.contract.implementation import Implementation
 
 _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+_FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 _DROPOUT = ("dropout_rate", "dropout_key")  # parameters of dropout, which a function has both or none of
 _OPTIONS: tuple[str, ...] = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE))
 _OPTIONS += (*_DROPOUT, "save_residuals")
@@ -92,8 +93,10 @@ def build_implementation(
         declaration = dataclasses.replace(declaration, products=products)
     if "soft_cap" not in parameters:  # the cap is the last step of `score_mod`, which comes after the bias
         declaration = dataclasses.replace(declaration, soft_cap="after_bias")
-    has = [operand.name for operand in REMOVABLE if operand.name in parameters]
+    has = [operand.name for operand in REMOVABLE if operand.name in reachable]
     pulled = () if form is not None and form.is_cache else ("q", "k", "v", *(n for n in has if n in GRADIENT_OF))
+    if captures and "score_mod" in parameters:
+        pulled = (*pulled, "score_table")
     differentiated = frozenset(GRADIENT_OF if declaration.gradients is None else declaration.gradients)
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
     constants = frozenset(GRADIENT_OF) - differentiated
@@ -101,6 +104,11 @@ def build_implementation(
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
+    captures = declaration.captures
+    if captures and (form is not None or not parameters.intersection(_FUNCTIONS)):
+        raise NotAnAttentionFunction(f"{name} declares captures, and has no parameter mask_mod or score_mod")
+    # The parameters, and the arrays that `mask_mod` captures where the function has no parameter for them.
+    reachable = parameters | ({"mask", "segment_ids"} if captures and "mask_mod" in parameters else set())
     if axes and form is not None:
         raise NotAnAttentionFunction(f"{name} declares context_axes, and stored operands have no axis of tokens")
 
@@ -108,14 +116,18 @@ def build_implementation(
         *operands: Any, devices: int = _CONTEXT_DEVICES, check_vma: bool = declaration.check_vma is True, **options: Any
     ) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
-            options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
+            options["score_mod"] = _append_soft_cap(options.get("score_mod"), options.pop("soft_cap"))
         given = {n: value for n, value in options.items() if value is not None and value is not False}
         for option in given:
-            if option not in parameters:
+            if option not in reachable:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
-        formulas = {n: given[n] for n in ("mask_mod", "score_mod") if n in given}
+        formulas = {n: given[n] for n in _FUNCTIONS if n in given}
         given |= {n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | Score | ThenCapped)}
+        if captures:
+            from conformance.execution.captured_arrays import capture_arrays  # imports JAX
+
+            given = capture_arrays(given, parameters, is_constant="score_table" in constants)
         # A latent, which stands in place of k, has the gradient of k.
         first = zip(("q", "k", "v"), operands, strict=False)
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
@@ -135,7 +147,7 @@ def build_implementation(
         return call_by_position(q, k, v, **options)
 
     if form is None or form.is_dense:
-        lower_mask = plain_support.build_lowering(parameters, declaration.causal)
+        lower_mask = plain_support.build_lowering(reachable, declaration.causal)
     else:
         lower_mask = plain_storage.build_lowering(parameters, form.name)
     if form is not None:
@@ -145,13 +157,14 @@ def build_implementation(
         name=name,
         call=call,
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
-        unsupported={**_list_missing_features(parameters, others), **(declaration.unsupported or {})},
+        unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
         | (parameters & {"moba"})
         | ({"dropout"} if parameters.issuperset(_DROPOUT) else set())
+        | ({"captures"} if captures else set())
         | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
-            parameters,
+            reachable,
             declaration.causal,
             narrow,
             None if form is None else form.name,
@@ -204,6 +217,13 @@ def _rebuild(
     converted = convert_calls(function, changes.keys() & set(CALL_CONVENTIONS))
     declarations: Any = {name: value for name, value in changes.items() if name not in CALL_CONVENTIONS}
     return build_implementation(redeclare(converted, declarations), name, products=products)
+
+
+def _append_soft_cap(score: Any, soft_cap: float) -> Any:
+    """Return a score function followed by a soft cap; it may be None, or a `Partial` with the arrays it captures."""
+    if score is None or isinstance(score, Score):
+        return ThenCapped(score, soft_cap)
+    return type(score)(ThenCapped(score.func, soft_cap), *score.args)
 
 
 @functools.lru_cache(maxsize=1 << 10)

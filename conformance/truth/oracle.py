@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cases.operand import OptionalOperand, TermRounding
+from cases.operand import LogitOperand, TermRounding
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Problem
+from cases.score_functions import TableScore
 
 Array = np.ndarray
 Backward = Literal["vanilla", "flash"]
@@ -44,7 +45,7 @@ class LogitTerm:
       factor: the factor of the operand in the term: 1, or the scale.
     """
 
-    operand: OptionalOperand
+    operand: LogitOperand
     value: Array
     factor: float = 1.0
 
@@ -53,6 +54,43 @@ class LogitTerm:
         """The roundings that a kernel may make while it computes the term, before it adds it to the logit."""
         rounding = self.operand.term_rounding
         return rounding if self.factor == 1 else dataclasses.replace(rounding, products=rounding.products + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TablePlaces:
+    """Where the logits of a head group depend on the table that a score function captures.
+
+    Attributes:
+      entries: the row of the table for each pair, `[T, S]`.
+      weights: the whole number that the entry is multiplied by, `[T, S]`.
+      length: the number of rows of the table, `L`.
+      caps: whether the entries are soft caps, and not added to the logits.
+    """
+
+    entries: Array
+    weights: Array
+    length: int
+    caps: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> TablePlaces | None:
+        """Find the places of a problem's table; None if it has none."""
+        score = problem.score_mod
+        if not isinstance(score, TableScore):
+            return None
+        places = score.dense_places(problem.q.shape[1], problem.k.shape[1])
+        return cls(*places, length=score.num_entries, caps=score.caps)
+
+    def only(self, rows: Array) -> TablePlaces:
+        """Return the places of some queries, given by their indices."""
+        return dataclasses.replace(self, entries=self.entries[rows], weights=self.weights[rows])
+
+    def sum_by_row(self, x: Array) -> Array:
+        """Sum `x [G, T, S]` over the keys that have the same entry, for each query: `[G, T, L]`."""
+        rows = self.entries.shape[0]
+        index = (np.arange(rows)[:, None] * self.length + self.entries).ravel()
+        sums = [np.bincount(index, each.ravel(), rows * self.length).reshape(rows, self.length) for each in x]
+        return np.stack(sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +116,7 @@ class HeadGroup:
       empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
       dropout: the factors of the probabilities, `[G, T, S]`: 0 where dropped, else `1 / (1 - rate)`; the number 1
         without dropout.
+      table: where the table that a score function captures enters the logits; None without such a function.
     """
 
     batch: int
@@ -95,6 +134,7 @@ class HeadGroup:
     head_factors: Mapping[str, Array]
     empty_rows: EmptyRows
     dropout: Array | float = 1.0
+    table: TablePlaces | None = None
 
     @functools.cached_property
     def scale(self) -> Any:
@@ -213,6 +253,8 @@ class HeadGroup:
         for name in ("terms", "later_terms"):
             kept = (dataclasses.replace(term, value=term.value[:, rows]) for term in getattr(self, name))
             cut[name] = tuple(kept)
+        if self.table is not None:
+            cut["table"] = self.table.only(rows)
         return dataclasses.replace(self, **cut)
 
     def drop_factor(self, operand: str) -> HeadGroup:
@@ -273,6 +315,7 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
     k = np.where(dead, 0, problem.keys)
     v = problem.values if mean_needs_v else np.where(dead, 0, problem.values)
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
+    table = TablePlaces.of(problem)
     kept = None if problem.kept_pairs is None else np.broadcast_to(problem.kept_pairs, full)
     if problem.dropout_rate is not None and kept is None:
         raise ValueError("a problem with a dropout rate needs `kept_pairs`: which weights the implementation keeps")
@@ -295,6 +338,7 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
                 head_factors={name: x[heads, None, None] for name, x in problem.head_factors.items()},
                 empty_rows=empty_rows,
                 dropout=1.0 if kept is None else kept[b, heads] / (1 - (problem.dropout_rate or 0.0)),
+                table=table,
             )
 
 
@@ -362,6 +406,7 @@ def compute_backward(
             by_head={
                 "dsinks": (p_sink * (dlse_group - d)).sum(axis=-1),
                 **pull_back_factors(group, dx),
+                **pull_back_table(group, dx, dz),
             },
             dx=dx,
             dz=dz,
@@ -384,6 +429,28 @@ def pull_back_factors(group: HeadGroup, dx: Array) -> dict[str, Array]:
     """
     factors = group.head_factors
     return {GRADIENT_OF[operand]: (dx * group.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
+
+
+def pull_back_table(group: HeadGroup, dx: Array, dz: Array) -> dict[str, Array]:
+    """Compute the gradient of the table that a score function captures, `[L, G]`, by its name.
+
+    Args:
+      group: the group.
+      dx: gradient of the logits before the soft cap, `[G, T, S]`.
+      dz: gradient of the logits after it.
+    """
+    if group.table is None:
+        return {}
+    each = dz * compute_cap_slope(group) if group.table.caps else dx * group.table.weights
+    return {"dscore_table": group.table.sum_by_row(each).sum(axis=1).T}
+
+
+def compute_cap_slope(group: HeadGroup) -> Array:
+    """Compute the derivative of `c tanh(x / c)` by the soft cap `c`, `tanh(x / c) - (x / c) (1 - tanh(x / c)^2)`."""
+    assert group.tanh is not None
+    assert group.soft_cap is not None
+    slope: Array = group.tanh - group.x / group.soft_cap * group.cap_derivative
+    return slope
 
 
 def _pull_back_keys(group: HeadGroup, dx: Array) -> Array:
@@ -430,7 +497,8 @@ class Gradients:
           dq: gradient of the group's queries, `[G, T, H]`.
           dk: gradient of the group's keys, `[S, H]`.
           dv: gradient of the group's values, `[S, V]`.
-          by_head: gradients of operands with one value for each query head, `[G]`, by the gradient's name.
+          by_head: gradients of operands whose last axis is that of the query heads, `[G]` or `[L, G]`, by the
+            gradient's name.
           dx: gradient of the logits before the soft cap, `[G, T, S]`. The gradient of a term that is added there is
             `dx`, summed over the axes along which the term is broadcast.
           dz: gradient of the logits after the soft cap, `[G, T, S]`, for terms that are added there.
@@ -441,10 +509,10 @@ class Gradients:
         self.arrays["dv"][group.batch, :, group.kv_head] += dv
         for name, gradient in by_head.items():
             if name in self.arrays:
-                self.arrays[name][group.heads] += gradient
+                self.arrays[name][..., group.heads] += gradient
         for terms, gradient in ((group.terms, dx), (group.later_terms, dz)):
             for term in terms:
-                if term.operand.gradient in self.arrays:
+                if term.operand.gradient in self.arrays and term.operand.gradient not in by_head:
                     scaled = gradient if term.factor == 1 else gradient * term.factor
                     _add_broadcast(self.arrays[term.operand.gradient], group, scaled, rows)
 

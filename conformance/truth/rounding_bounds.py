@@ -38,6 +38,10 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
     with dropout, factors k of the probabilities: err(p) k and p k for err(p) and p in E(out) and E(dv), dp k for dp in
                D and dx, and there u_drop (3u, or 3u of the operands' dtype with such logits) more, for the difference
                1 - rate, the factor and its product
+    E(dtable) = 2 sqrt(sum_{b,i} (sum_j err(dc))^2) + gamma(TS) sum |dc|' + u |dtable|
+               over the pairs with the same entry c of a table that a score function captures, with dc = w dx for a term
+               w c, and for a soft cap dc = dz h, h = tanh - (x/c) g, |dc|' = |dz| (|tanh| + |x/c| g),
+               err(h) = (2 / c) |x/c| |tanh| g err(x) + u (4 |tanh| + |x/c| (8 tanh^2 + 1 + 5 g) + |h|)
     E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         if the values are the first coordinates of the keys
 
 These terms go beyond the usual first-order bound, for these reasons:
@@ -83,9 +87,11 @@ from conformance.truth.oracle import (
     EmptyRows,
     Gradients,
     HeadGroup,
+    compute_cap_slope,
     iter_head_groups,
     pad_value_gradient,
     pull_back_factors,
+    pull_back_table,
 )
 from conformance.truth.roundoff import Roundoff, U
 from impls.contract.declarations import Arithmetic
@@ -450,7 +456,11 @@ def _add_gradients(
         dq=dq,
         dk=dk_by_head.sum(axis=0),
         dv=dv_by_head.sum(axis=0),
-        by_head={"dsinks": back.dsink.sum(axis=-1), **pull_back_factors(group, back.dx)},
+        by_head={
+            "dsinks": back.dsink.sum(axis=-1),
+            **pull_back_factors(group, back.dx),
+            **pull_back_table(group, back.dx, back.dz),
+        },
         dx=back.dx,
         dz=back.dz,
         rows=rows,
@@ -490,6 +500,7 @@ def _add_gradients(
         by_head={
             "dsinks": 2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
             **{GRADIENT_OF[name]: _bound_factor_gradient(group, name, back, errors, u) for name in group.head_factors},
+            **_bound_table_gradient(group, back, errors, u),
         },
         dx=err_dx,
         dz=err_dz,
@@ -519,6 +530,43 @@ def _bound_factor_gradient(
     by_row = (err_dx * np.abs(others.x) + np.abs(back.dx) * err_logit).sum(axis=-1)
     terms = np.abs(back.dx * others.x)
     return np.asarray(2 * np.sqrt((by_row**2).sum(axis=-1)) + u.gamma(terms[0].size) * terms.sum(axis=(1, 2)))
+
+
+def _bound_table_gradient(
+    group: HeadGroup, back: _BackwardErrors, errors: ForwardErrors, u: Roundoff
+) -> dict[str, Array]:
+    """Bound the error of the gradient of a captured table, `[L, G]`, by its name: `E(dtable)` in the docstring."""
+    table = group.table
+    if table is None:
+        return {}
+    if table.caps:
+        assert group.tanh is not None
+        slope, err_slope, parts = bound_cap_slope(group, errors, u)
+        err_dz = back.err_dz if back.narrow is None else back.err_dz + back.narrow.dz
+        err_each, size = err_dz * np.abs(slope) + np.abs(back.dz) * err_slope, np.abs(back.dz) * parts
+    else:
+        err_dx = back.err_dx if back.narrow is None else back.err_dx + back.narrow.dx
+        weights = np.abs(table.weights)
+        err_each, size = err_dx * weights, np.abs(back.dx) * weights
+    by_row = table.sum_by_row(np.where(group.allowed, err_each + u.backward * size, 0.0))
+    sums = table.sum_by_row(size).sum(axis=1)
+    rounding = u.gamma(size[0].size) + u.bound_block_sums(size.shape[1])
+    return {"dscore_table": (2 * np.sqrt((by_row**2).sum(axis=1)) + rounding * sums).T}
+
+
+def bound_cap_slope(group: HeadGroup, errors: ForwardErrors, u: Roundoff) -> tuple[Array, Array, Array]:
+    """Compute the derivative of the capped logits by the soft cap, its error, and the sum of its parts' magnitudes.
+
+    All three are `[G, T, S]`.
+    """
+    assert group.tanh is not None
+    assert group.soft_cap is not None
+    tanh, g = np.abs(group.tanh), group.cap_derivative
+    ratio = np.abs(group.x / group.soft_cap)
+    slope = compute_cap_slope(group)
+    moved = (2 / group.soft_cap) * ratio * tanh * g * errors.x
+    rounded = u.cap * (4 * tanh + ratio * (8 * tanh**2 + 1 + 5 * g) + np.abs(slope))
+    return slope, moved + rounded, tanh + ratio * g
 
 
 def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:

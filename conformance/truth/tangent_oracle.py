@@ -3,13 +3,14 @@
 A direction has a tangent for each operand that moves. With a dot for the derivative along it, and the notation of
 docs/numerics.md:
 
-    dot x    = f scale (<dot q, k> + <q, dot k>) + dot f scale <q, k> + dot bias
+    dot x    = f scale (<dot q, k> + <q, dot k>) + dot f scale <q, k> + dot bias + w dot c
     dot z    = g dot x                                   (and dot bias, if the bias is added after the soft cap)
     dot L    = sum_j p dot z + p_sink dot sink           the tangent of `logsumexp`
     dot p    = p (dot z - dot L)
     dot out  = sum_j (dot p v + a dot v)
 
-The derivatives of the gradients follow by the same rules from `dz = p (dp - D)`. Everything is computed in float64 with
+Here `w c` is the entry `c` of a captured table times its whole number; an entry that is a soft cap does not move. The
+derivatives of the gradients follow by the same rules from `dz = p (dp - D)`. Everything is computed in float64 with
 the running error of `running_error`, for one head group of the oracle at a time. `dot x` is a logit too: that of the
 vectors `[f dot q, f q, dot f q]` and `[k, dot k, k]`. So its error is that of a logit (`bound_logit_errors`).
 """
@@ -38,6 +39,7 @@ from conformance.truth.roundoff import Roundoff, U
 from conformance.truth.running_error import BoundedNumber
 from impls.contract.declarations import Arithmetic, Formulas
 
+_PAIRWISE = ("dq", "dk", "dv", "dx", "dz")
 Direction = Mapping[str, Array]
 """The tangents of the operands that move, by the operand's name; the others stay."""
 
@@ -98,7 +100,7 @@ def compute_gradient_tangents(
         found = moved.differentiate_gradients(cotangent)
         for total, part in ((values, "value"), (bounds, "error")):
             parts = {name: getattr(x, part) for name, x in found.items()}
-            by_head = {name: parts.pop(name) for name in tuple(parts) if parts[name].ndim == 1}
+            by_head = {name: parts.pop(name) for name in tuple(parts) if name not in _PAIRWISE}
             total.add(group, **parts, by_head=by_head)
     return {
         name: Bounded(x, bounds.arrays[name] + U * np.abs(x) + u.tiny * (bounds.arrays[name] > 0))
@@ -115,6 +117,7 @@ class _Motion:
       k: `[S, H]`.
       v: `[S, V]`.
       bias: `[G, T, S]`.
+      table: tangent of the term from a captured table, `[G, T, S]`; None without a table, or if it holds soft caps.
       sinks: `[G]`, or None if the group has no sinks.
       factor: tangent of the logit scale, `[G, 1, 1]`.
       biases_last: whether the bias is added after the soft cap.
@@ -124,6 +127,7 @@ class _Motion:
     k: Array
     v: Array
     bias: Array
+    table: Array | None
     sinks: Array | None
     factor: Array
     biases_last: bool
@@ -144,12 +148,17 @@ def _move_group(group: HeadGroup, problem: Problem, direction: Direction) -> _Mo
     if problem.bias is not None:
         full = (problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
         bias = np.where(group.allowed, np.broadcast_to(get("bias"), full)[group.batch, group.heads], 0.0)
+    table = None
+    if group.table is not None and not group.table.caps:
+        moved = get("score_table")[:, group.heads].T[:, group.table.entries]
+        table = np.where(group.allowed, group.table.weights * moved, 0.0)
     factor = np.zeros((len(group.q), 1, 1))
     return _Motion(
         q=get("q")[group.batch, :, group.heads].transpose(1, 0, 2),
         k=np.where(dead, 0.0, k),
         v=np.where(dead & (group.empty_rows != "mean"), 0.0, v),
         bias=bias,
+        table=table,
         sinks=None if group.sinks is None else get("sinks")[group.heads],
         factor=factor if problem.logit_scale is None else get("logit_scale")[group.heads, None, None],
         biases_last=any(term.operand.name == "bias" for term in group.later_terms),
@@ -224,8 +233,8 @@ class _MovedGroup:
         """Differentiate the gradients for the cotangent `do [G, T, V]` along the motion.
 
         Returns:
-          `dq [G, T, H]`, `dk [S, H]`, `dv [S, V]`, `dx` and `dz [G, T, S]`, and gradients of operands with one value
-          for each query head, `[G]`, by the gradient's name.
+          `dq [G, T, H]`, `dk [S, H]`, `dv [S, V]`, `dx` and `dz [G, T, S]`, and gradients of operands whose last axis
+          is that of the query heads, `[G]` or `[L, G]`, by the gradient's name.
         """
         group, motion, u = self.group, self.motion, self.u
         exact = BoundedNumber.exact
@@ -271,6 +280,14 @@ class _MovedGroup:
             y = fixed * self._multiply(q, _transpose(k))
             moved_y = fixed * (self._multiply(moved_q, _transpose(k)) + self._multiply(q, _transpose(moved_k)))
             found[GRADIENT_OF[name]] = (moved_dx * y + dx * moved_y).sum(axis=(1, 2))
+        if motion.table is not None and group.table is not None:
+            weights = group.table.weights
+            value, error, size = (
+                group.table.sum_by_row(part).sum(axis=1).T
+                for part in (moved_dx.value * weights, moved_dx.error * np.abs(weights), np.abs(moved_dx.value * weights))
+            )
+            rounding = u.backward + u.gamma(weights.size)
+            found["dscore_table"] = BoundedNumber(value, error + rounding * size)
         return found
 
     def _multiply(self, a: BoundedNumber, b: BoundedNumber) -> BoundedNumber:
@@ -286,12 +303,13 @@ class _MovedGroup:
 def _move_logits(group: HeadGroup, motion: _Motion, u: Roundoff) -> BoundedNumber:
     """Compute `dot x`, `[G, T, S]`, as the logits of longer vectors, with their errors."""
     factor: Any = math.prod(group.head_factors.values(), start=1.0)
-    bias = next((term for term in group.terms if term.operand.name == "bias"), None)
+    moved = {"bias": motion.bias, "score_table": motion.table}
+    terms = ((term.operand, moved.get(term.operand.name)) for term in group.terms)
     longer = dataclasses.replace(
         group,
         q=np.concatenate([factor * motion.q, factor * group.q, motion.factor * group.q], axis=-1),
         k=np.concatenate([group.k, motion.k, group.k], axis=-1),
-        terms=() if bias is None else (LogitTerm(bias.operand, motion.bias),),
+        terms=tuple(LogitTerm(operand, value) for operand, value in terms if value is not None),
         later_terms=(),
         soft_cap=None,
         head_factors={name: np.ones_like(x) for name, x in group.head_factors.items()},

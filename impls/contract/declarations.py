@@ -282,6 +282,11 @@ class Conventions:
         loosens="what these parameters do is not judged, and the verdict does not count them as never called",
     )
 
+    captures: bool = declared(
+        False,
+        "True if `mask_mod` and `score_mod` may capture arrays: each is a `jax.tree_util.Partial`, which can be called "
+        "and whose leaves are the arrays",
+    )
     context_axes: Collection[str] = declared(
         (),
         'the mesh axes, such as `("context",)`, if the function is called inside a `shard_map` with the tokens of one '
@@ -374,6 +379,7 @@ class Declarations(TypedDict, total=False):
     negative_ids: NegativeIds
     empty_sequences: bool
     ignores: Collection[str]
+    captures: bool
     context_axes: Collection[str]
     token_order: TokenOrder
     check_vma: CheckVma
