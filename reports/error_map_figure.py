@@ -21,6 +21,7 @@ _LEFT, _TOP = 46, 18
 _AXIS_NAMES = {
     "T": "queries",
     "S": "keys",
+    "L": "entries",
     "H": "columns",
     "V": "columns",
     "BN": "batch rows and heads",

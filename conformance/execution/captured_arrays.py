@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.tree_util import Partial
 
+from cases.score_functions import TableScore
 from impls.contract.implementation import Implementation
 
 
@@ -36,8 +37,8 @@ class _TableCall(functools.partial[Any]):
 
     def __call__(self, *operands: Any, score_table: Any = None, **options: Any) -> Any:
         """Make the call with the table, if there is one, as the leaf of `score_mod`."""
-        if score_table is not None:
-            score = options["score_mod"]
+        score = options.get("score_mod")
+        if score_table is not None and isinstance(score, TableScore):
             options["score_mod"] = Partial(score, score.get_leaf(score_table))
         return super().__call__(*operands, **options)
 

@@ -85,6 +85,11 @@ def build_implementation(
     parameters = _find_options(signature, name, known, operands)
     others = _list_others(signature, len(operands), parameters)
     declaration = get_declaration(function)
+    captures = declaration.captures
+    if captures and (form is not None or not parameters.intersection(_FUNCTIONS)):
+        raise NotAnAttentionFunction(f"{name} declares captures, and has no parameter mask_mod or score_mod")
+    # The parameters, and the arrays that `mask_mod` captures where the function has no parameter for them.
+    reachable = parameters | ({"mask", "segment_ids"} if captures and "mask_mod" in parameters else set())
     if wrong := [one for one in declaration.ignores if one not in others]:
         hint = suggest_or_list(wrong[0], others)
         raise NotAnAttentionFunction(f"{name} ignores {wrong[0]!r}, which is no parameter that gets nothing{hint}")
@@ -104,11 +109,6 @@ def build_implementation(
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
-    captures = declaration.captures
-    if captures and (form is not None or not parameters.intersection(_FUNCTIONS)):
-        raise NotAnAttentionFunction(f"{name} declares captures, and has no parameter mask_mod or score_mod")
-    # The parameters, and the arrays that `mask_mod` captures where the function has no parameter for them.
-    reachable = parameters | ({"mask", "segment_ids"} if captures and "mask_mod" in parameters else set())
     if axes and form is not None:
         raise NotAnAttentionFunction(f"{name} declares context_axes, and stored operands have no axis of tokens")
 

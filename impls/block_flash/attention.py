@@ -18,6 +18,7 @@ from impls.block_flash.block_schedule import BlockFlashPlan
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.operand_blocks import Operands
+from impls.captured_arrays import split_function
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.dropout_bits import validate_dropout
 from impls.explicit_sharding import accept_explicit_sharding
@@ -51,7 +52,7 @@ def attention(
     Blocks that the mask leaves empty are never computed; segment ids only mask inside blocks. Query heads share
     key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
 
-    All operands except the slopes are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient
+    All operands except the slopes are differentiable in reverse mode, and so are arrays that `score_mod` captures. So is `logsumexp`; `max_logits` has gradient
     zero. The residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query
     that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no
     gradient.
@@ -62,7 +63,8 @@ def attention(
       mask: which pairs may attend. An `Indexer` in it may be traced: then blocks without a selected key are skipped at
         run time.
       score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap. Called once per pair of
-        blocks, with index arrays that broadcast. Differentiated with respect to `score` only.
+        blocks, with index arrays that broadcast. If it is a pytree, such as a `jax.tree_util.Partial`, its leaves are
+        operands: they may be traced and have gradients.
       dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
       dropout_key: the key of `jax.random` that decides which weights are dropped.
       block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
@@ -82,6 +84,7 @@ def attention(
     selected = None
     if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         selected = jnp.asarray(mask.dense(q_length, kv_length))
+    score, captured = split_function(score_mod)
     plan = BlockFlashPlan(
         mask=relax_to_known(mask),
         num_q_heads=num_q_heads,
@@ -93,10 +96,10 @@ def attention(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         masked_at_run_time=segment_ids is not None or selected is not None,
-        score_mod=score_mod,
+        score_mod=score,
         dropout_rate=dropout_rate,
     )
-    given = Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected, dropout_key)
+    given = Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected, dropout_key, captured)
     operands = jax.tree.map(jnp.asarray, given)
     outputs = _attend(plan, mark_varying(operands, find_varying_axes(operands)))
     if not save_residuals:

@@ -41,6 +41,7 @@ from impls.block_flash.operand_blocks import (
     join_queries,
     locate_pair,
 )
+from impls.captured_arrays import make_zeros
 from impls.varying_axes import find_varying_axes, mark_varying
 
 
@@ -51,6 +52,7 @@ class PairGradients(NamedTuple):
     dk: Float32[Array, "B K block_kv H"]
     dv: Float32[Array, "B K block_kv V"]
     dx: Float32[Array, "B K G block_q block_kv"] | None  # gradient of the biased logits x; None without a bias
+    captured: tuple[Float32[Array, "..."] | None, ...] = ()  # gradients of the arrays that `score_mod` captures
 
 
 class _GradientSums(NamedTuple):
@@ -60,6 +62,7 @@ class _GradientSums(NamedTuple):
     k: Float32[Array, "kv_blocks B K block_kv H"]
     v: Float32[Array, "kv_blocks B K block_kv V"]
     bias: Float32[Array, "b k g t s"] | None
+    captured: tuple[Float32[Array, "..."] | None, ...]
 
 
 def backward(
@@ -92,6 +95,7 @@ def backward(
             k=put_block(sums.k, take_block(sums.k, pair.kv) + found.dk, pair.kv),
             v=put_block(sums.v, take_block(sums.v, pair.kv) + found.dv, pair.kv),
             bias=_add_bias(plan, sums.bias, found.dx, pair),
+            captured=jax.tree.map(jnp.add, sums.captured, found.captured),
         ), None
 
     sums = _GradientSums(
@@ -99,12 +103,14 @@ def backward(
         k=_make_zeros(blocks.k),
         v=_make_zeros(blocks.v),
         bias=None if blocks.bias is None else _make_zeros(blocks.bias),
+        captured=make_zeros(blocks.captured),
     )
     nothing = PairGradients(
         dq=jnp.zeros(blocks.q.shape[1:], jnp.float32),
         dk=jnp.zeros(blocks.k.shape[1:], jnp.float32),
         dv=jnp.zeros(blocks.v.shape[1:], jnp.float32),
         dx=None if blocks.bias is None else jnp.zeros((*blocks.q.shape[1:-1], plan.block_kv), jnp.float32),
+        captured=make_zeros(blocks.captured),
     )
     sums, nothing = mark_varying((sums, nothing), find_varying_axes(operands))
     pairs = plan.schedule.pairs
@@ -119,6 +125,7 @@ def backward(
         sinks=compute_dsinks(operands.sinks, shift, row_sums),
         segment_ids=None,
         selected=None,
+        captured=sums.captured,
     )
 
 
@@ -140,14 +147,15 @@ def compute_pair_gradients(
     if block.keep is not None:
         dp = dp * block.keep
     dx = p * (dp - row_sums[..., None])  # gradient of the logits, equation (12)
-    if block.slope is not None:
-        dx = dx * block.slope  # through the soft cap, equation (13)
     if block.allowed is not None:
         dx = jnp.where(block.allowed, dx, 0.0)
+    captured: tuple[jax.Array | None, ...] = ()
+    if block.pull_back is not None:
+        dx, captured = block.pull_back(dx)  # through the soft cap, equation (13), and `score_mod`
     rounded = dx.astype(dtype)
     dq = multiply("bkgts,bksh->bkgth", rounded, block.k)  # dq, equation (14), not yet scaled
     dk = multiply("bkgts,bkgth->bksh", rounded, block.q)  # dk, equation (15), not yet scaled
-    return PairGradients(dq, dk, dv, dx)
+    return PairGradients(dq, dk, dv, dx, captured)
 
 
 def _make_zeros(x: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:

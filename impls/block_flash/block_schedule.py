@@ -53,7 +53,7 @@ class BlockFlashPlan(FlashSizes):
 
     mask: Mask
     masked_at_run_time: bool  # whether segment ids or a traced selection of keys mask in addition to `mask`
-    score_mod: Callable[..., Any] | None = None  # the operand score_mod: (score, b, n, i, j) -> score
+    score_mod: Any = None  # the operand score_mod without the arrays that it captures (`impls.captured_arrays`)
     dropout_rate: float | None = None  # None if no weight is dropped
 
     @functools.cached_property

@@ -21,7 +21,7 @@ def build_implementation(name: str, *, block_q: int | None = None, block_kv: int
         name=name,
         call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
         description=f"block-sparse flash attention in plain JAX, {blocks}, any backend",
-        offers=frozenset({"alibi_slopes", "score_mod", "dropout"}),
+        offers=frozenset({"alibi_slopes", "score_mod", "captures", "dropout"}),
         dropout_mask="places",
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
 
 from impls.block_arithmetic import multiply, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
+from impls.captured_arrays import Captured, join_function, keep_gradients
 from impls.dropout_bits import DropoutWords, compute_keep_factor, draw_key_words, draw_query_words, find_kept
 
 Result = TypeVar("Result")
@@ -39,6 +40,7 @@ class Operands(NamedTuple):
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
     selected: Bool[Array, "#B #N T S"] | None
     dropout_key: UInt32[Array, " 2"] | None = None
+    captured: Captured = ()  # the arrays that `score_mod` captures
 
 
 class Blocks(NamedTuple):
@@ -54,6 +56,7 @@ class Blocks(NamedTuple):
     selected: Bool[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
     q_words: DropoutWords | None  # `[q_blocks, B, K, G, block_q]`
     kv_words: DropoutWords | None  # `[kv_blocks, block_kv]`
+    captured: Captured
 
 
 class Pair(NamedTuple):
@@ -64,7 +67,9 @@ class Pair(NamedTuple):
     v: Float[Array, "B K block_kv V"]
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
     logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
-    slope: Float32[Array, "B K G block_q block_kv"] | None  # dz/dx through score_mod and soft cap; None without both
+    # From the gradient of the logits z to that of x, and those of the arrays that `score_mod` captures, through soft cap
+    # and `score_mod`. None without both.
+    pull_back: Callable[[jax.Array], tuple[jax.Array, tuple[jax.Array | None, ...]]] | None
     # What dropout multiplies a weight by: 0, or 1 / (1 - rate). None without dropout.
     keep: Float32[Array, "B K G block_q block_kv"] | None = None
 
@@ -91,6 +96,7 @@ def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
         selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
         q_words=q_words,
         kv_words=kv_words,
+        captured=operands.captured,
     )
 
 
@@ -168,8 +174,14 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pai
         i, j = _compute_positions(plan, pair)
         b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
-        score = functools.partial(plan.score_mod, b=b, n=n, i=i, j=j)
-    found = compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, penalty, score)
+
+
+        def score(x: jax.Array, captured: Captured) -> jax.Array:
+            changed: jax.Array = join_function(plan.score_mod, captured)(x, b, n, i, j)
+            return changed
+
+    allowed = _compute_allowed(plan, blocks, pair)
+    found = compute_pair_logits(plan, q, k, v, allowed, bias, penalty, score, blocks.captured)
     return found._replace(keep=_compute_keep(plan, blocks, pair))
 
 
@@ -181,9 +193,13 @@ def compute_pair_logits(
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None,
     bias: Float[Array, "#B #K #G #block_q #block_kv"] | None = None,
     penalty: Float32[Array, "1 K G block_q block_kv"] | None = None,
-    score: Callable[[jax.Array], jax.Array] | None = None,
+    score: Callable[[jax.Array, Captured], jax.Array] | None = None,
+    captured: Captured = (),
 ) -> Pair:
-    """Compute the logits of a pair of blocks: add the bias, subtract the ALiBi `penalty`, and then apply `score`."""
+    """Compute the logits of a pair of blocks: add the bias, subtract the ALiBi `penalty`, and then apply `score`.
+
+    `score` takes the logits and the arrays `captured`.
+    """
     if allowed is not None:
         # Keys and values that no query attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
@@ -193,18 +209,26 @@ def compute_pair_logits(
         logits = logits + bias.astype(jnp.float32)
     if penalty is not None:
         logits = logits - penalty
-    score_slope = slope = None
+    if allowed is not None and (score is not None or plan.soft_cap is not None):
+        # A bias behind the mask may be NaN. The derivative there would be NaN, and 0 * NaN would reach a gradient.
+        logits = jnp.where(allowed, logits, 0.0)
+    pull_back_score = slope = None
     if score is not None:
-        logits, pullback = jax.vjp(score, logits)
-        score_slope = pullback(jnp.ones_like(logits))[0]
+        logits, pull_back_score = jax.vjp(score, logits, captured)
     if plan.soft_cap is not None:
         tanh = jnp.tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
-    if score_slope is not None:
-        slope = score_slope if slope is None else score_slope * slope
+
+    def pull_back(dz: jax.Array) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+        capped = dz if slope is None else dz * slope
+        if pull_back_score is None:
+            return capped, ()
+        dx, found = pull_back_score(capped)
+        return dx, keep_gradients(found)
+
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
-    return Pair(q, k, v, allowed, logits, slope)
+    return Pair(q, k, v, allowed, logits, None if slope is None and score is None else pull_back)
 
 
 def compute_unless_empty(

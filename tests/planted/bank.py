@@ -25,6 +25,7 @@ from tests.planted.computing import (
 from tests.planted.features import (
     alibi,
     caches,
+    captures,
     context,
     decode,
     dropout,
@@ -55,6 +56,7 @@ _MODULES = (
     alibi,
     logit_scale,
     functions,
+    captures,
     below_rounding,
     far_values,
     transformation_bugs,

@@ -13,10 +13,11 @@ NOUNS = {
     "S": "key",
     "N": "head",
     "K": "key/value head",
+    "L": "entry",
     "H": "column",
     "V": "column",
 }
-"""Word for an index along each axis; a row is a query."""
+"""Word for an index along each axis; a row is a query, an entry a row of a table that a function captures."""
 MIN_FILLED = 0.75
 """Least share of the judged indices in a description that must be wrong."""
 _MIN_BLOCK = 8

@@ -23,7 +23,7 @@ from conformance.truth.error_patterns.mask_facts import iter_mask_facts
 
 MIN_DENSITY = 0.5
 MIN_CONTRAST = 3.0
-_AXIS_ORDER = "BNKTS"  # order in which the axes are described
+_AXIS_ORDER = "BNKTSL"  # order in which the axes are described
 _AXES_RANK = 1  # rank of locations by indices: after likely causes by the mask (0), before other mask relations (2)
 MAX_LOG_CHANCE = -5.0
 """Largest logarithm (base 10) of the probability that units wrong at random would all lie in a location.
@@ -88,7 +88,7 @@ def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray
     index = ", ".join(str(int(i[0])) for i in np.nonzero(units))
     if wrong.sum() == 1 and wrong.size > units.size:
         return Location("one element", wrong)
-    noun = {"BSK": "key", "BNTS": "pair", "N": "head"}.get(failure.unit_letters, "row")
+    noun = {"BSK": "key", "BNTS": "pair", "N": "head", "LN": "entry"}.get(failure.unit_letters, "row")
     return Location(f"one {noun}, [{', '.join(failure.unit_letters)}] = [{index}]", failure.to_elements(units))
 
 
