@@ -37,6 +37,6 @@ OPERAND = LogitOperand(
     gradient="dscore_table",
     vmap="score_table",
     term=lambda problem: _compute(problem, caps=False),
-    term_rounding=TermRounding(integers=1, products=1),  # a whole number times an entry of the table
+    term_rounding=TermRounding(integers=2, products=1),  # a whole number times an entry, both exact in f32
     cap=lambda problem: _compute(problem, caps=True),
 )

@@ -214,7 +214,7 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq dk dv dscore_table",
     ),
     _by_hand(
-        "array-of-zeros-in-backward",
+        "other-array-in-backward",
         FlexSteps(read_leaves=_map_score(lambda x: x * 0.5 + 0.5, backward_only=True)),
         kind="backward",
         shows="dq dk dv dscore_table",
