@@ -39,8 +39,9 @@ class Score:
         """Compute the whole number, in the array library of the arguments."""
         raise NotImplementedError
 
-    def __call__(self, score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
-        """Return the changed logit, in the dtype of the scaled logit `score`."""
+    def __call__(self, *given: Any) -> Any:
+        """Return the changed logit, in its dtype; `given` is the scaled logit `score`, and `b, n, i, j`."""
+        score, b, n, i, j = given
         library = score.__array_namespace__()
         whole = self._compute_integer(library, b, n, i, j)
         number = (whole.astype(score.dtype) if hasattr(whole, "astype") else whole) * self.step
@@ -124,8 +125,9 @@ class TableScore(Score):
         """Return the array that the function captures, from a table `[L, N]`."""
         return table if self.num_entries > 1 else table[0]
 
-    def __call__(self, leaf: Any, score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
-        """Return the changed logit, in the dtype of the scaled logit `score`; `leaf` is the captured array."""
+    def __call__(self, *given: Any) -> Any:
+        """Return the changed logit, in its dtype; `given` is the captured array, and what other functions take."""
+        leaf, score, _, n, i, j = given
         library = score.__array_namespace__()
         number = leaf[n] if leaf.ndim == 1 else leaf[self.find_entries(library, i, j), n]
         number = number.astype(score.dtype)
@@ -184,7 +186,7 @@ class Slopes(TableScore):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Caps(TableScore):
-    """A soft cap with a learned value for each query head: the result is linear neither in the logit nor in the leaf."""
+    """A soft cap with a learned value for each query head: linear neither in the logit nor in the leaf."""
 
     caps: ClassVar[bool] = True
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Captured = tuple[jax.Array, ...]
+CapturedGradients = tuple[jax.Array | None, ...]  # f32; None for integers
 
 
 def split_function(function: Callable[..., Any] | None) -> tuple[Any, Captured]:
@@ -37,11 +38,11 @@ def is_float(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def make_zeros(captured: Captured) -> tuple[jax.Array | None, ...]:
+def make_zeros(captured: Captured) -> CapturedGradients:
     """Create gradients of zero for the arrays, None for those of integers."""
     return tuple(jnp.zeros_like(x) if is_float(x) else None for x in captured)
 
 
-def keep_gradients(found: tuple[Any, ...]) -> tuple[jax.Array | None, ...]:
+def keep_gradients(found: tuple[Any, ...]) -> CapturedGradients:
     """Replace the gradients that `jax.vjp` returns for integers by None."""
     return tuple(None if x.dtype == jax.dtypes.float0 else x for x in found)

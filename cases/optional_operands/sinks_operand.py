@@ -33,7 +33,7 @@ def _draw(case: CaseFields, problem: CallOperands, spread: float) -> np.ndarray:
     rows = max(1, int(allowed.any(axis=-1).sum()))
     keys = math.log(max(1.0, int(allowed.sum()) / rows))
     typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
-    if case.score == CAPPING:
+    if case.score in CAPPING:
         typical = min(typical, max(2.0, spread))  # about where the capping score function bends
     if case.soft_cap is not None:
         # Under a cap below log(number of keys), many keys have similar weights. Under a higher cap, few keys dominate.

@@ -29,14 +29,13 @@ from conformance.check_api.judgement import judge_comparison
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subject import Subject
 from conformance.commands.case_description import explain_case
-from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.tolerances import load_default_tolerances
 from impls.contract.argument_validation import validate_arguments
-from impls.contract.declarations import Declarations, redeclare
+from impls.contract.declarations import Declarations, declare, redeclare
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, UNJUDGED
 from reports.text_format import format_number
@@ -416,7 +415,7 @@ def _build_full_function(case: Case) -> Callable[..., Any]:
         """Take every operand."""
 
     vars(full)["__signature__"] = inspect.Signature(parameters)
-    return full
+    return declare(captures=True)(full) if "captures" in case.features else full
 
 
 def _name_results(results: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Pass functions of places together with the arrays that they capture (docs/contract.md, section 2).
 
-A function with arrays is a `jax.tree_util.Partial`: a pytree that can be called. Its leaves are the arrays, which may be
-traced, and its structure is the function. A kernel may call it, take it apart with `jax.tree.flatten`, or do both.
+A function with arrays is a `jax.tree_util.Partial`: a pytree that can be called. Its leaves are the arrays, which may
+be traced, and its structure is the function. A kernel may call it, take it apart with `jax.tree.flatten`, or do both.
 """
 
 from __future__ import annotations

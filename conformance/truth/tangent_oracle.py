@@ -282,10 +282,8 @@ class _MovedGroup:
             found[GRADIENT_OF[name]] = (moved_dx * y + dx * moved_y).sum(axis=(1, 2))
         if motion.table is not None and group.table is not None:
             weights = group.table.weights
-            value, error, size = (
-                group.table.sum_by_row(part).sum(axis=1).T
-                for part in (moved_dx.value * weights, moved_dx.error * np.abs(weights), np.abs(moved_dx.value * weights))
-            )
+            each, off = moved_dx.value * weights, moved_dx.error * np.abs(weights)
+            value, error, size = (group.table.sum_by_row(x).sum(axis=1).T for x in (each, off, np.abs(each)))
             rounding = u.backward + u.gamma(weights.size)
             found["dscore_table"] = BoundedNumber(value, error + rounding * size)
         return found

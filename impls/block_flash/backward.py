@@ -41,7 +41,7 @@ from impls.block_flash.operand_blocks import (
     join_queries,
     locate_pair,
 )
-from impls.captured_arrays import make_zeros
+from impls.captured_arrays import CapturedGradients, make_zeros
 from impls.varying_axes import find_varying_axes, mark_varying
 
 
@@ -52,7 +52,7 @@ class PairGradients(NamedTuple):
     dk: Float32[Array, "B K block_kv H"]
     dv: Float32[Array, "B K block_kv V"]
     dx: Float32[Array, "B K G block_q block_kv"] | None  # gradient of the biased logits x; None without a bias
-    captured: tuple[Float32[Array, "..."] | None, ...] = ()  # gradients of the arrays that `score_mod` captures
+    captured: CapturedGradients = ()  # gradients of the arrays that `score_mod` captures
 
 
 class _GradientSums(NamedTuple):
@@ -62,7 +62,7 @@ class _GradientSums(NamedTuple):
     k: Float32[Array, "kv_blocks B K block_kv H"]
     v: Float32[Array, "kv_blocks B K block_kv V"]
     bias: Float32[Array, "b k g t s"] | None
-    captured: tuple[Float32[Array, "..."] | None, ...]
+    captured: CapturedGradients
 
 
 def backward(
@@ -149,7 +149,7 @@ def compute_pair_gradients(
     dx = p * (dp - row_sums[..., None])  # gradient of the logits, equation (12)
     if block.allowed is not None:
         dx = jnp.where(block.allowed, dx, 0.0)
-    captured: tuple[jax.Array | None, ...] = ()
+    captured: CapturedGradients = ()
     if block.pull_back is not None:
         dx, captured = block.pull_back(dx)  # through the soft cap, equation (13), and `score_mod`
     rounded = dx.astype(dtype)

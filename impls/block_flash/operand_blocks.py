@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
 
 from impls.block_arithmetic import multiply, take_block
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
-from impls.captured_arrays import Captured, join_function, keep_gradients
+from impls.captured_arrays import Captured, CapturedGradients, join_function, keep_gradients
 from impls.dropout_bits import DropoutWords, compute_keep_factor, draw_key_words, draw_query_words, find_kept
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
     selected: Bool[Array, "#B #N T S"] | None
     dropout_key: UInt32[Array, " 2"] | None = None
-    captured: Captured = ()  # the arrays that `score_mod` captures
+    captured: Captured | CapturedGradients = ()  # the arrays that `score_mod` captures, or their gradients
 
 
 class Blocks(NamedTuple):
@@ -67,9 +67,9 @@ class Pair(NamedTuple):
     v: Float[Array, "B K block_kv V"]
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
     logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
-    # From the gradient of the logits z to that of x, and those of the arrays that `score_mod` captures, through soft cap
-    # and `score_mod`. None without both.
-    pull_back: Callable[[jax.Array], tuple[jax.Array, tuple[jax.Array | None, ...]]] | None
+    # From the gradient of the logits z to that of x and those of the arrays that `score_mod` captures. None if there is
+    # neither a soft cap nor a score.
+    pull_back: Callable[[jax.Array], tuple[jax.Array, CapturedGradients]] | None
     # What dropout multiplies a weight by: 0, or 1 / (1 - rate). None without dropout.
     keep: Float32[Array, "B K G block_q block_kv"] | None = None
 
@@ -96,7 +96,7 @@ def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
         selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
         q_words=q_words,
         kv_words=kv_words,
-        captured=operands.captured,
+        captured=tuple(x for x in operands.captured if x is not None),
     )
 
 
@@ -175,7 +175,6 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pai
         b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
 
-
         def score(x: jax.Array, captured: Captured) -> jax.Array:
             changed: jax.Array = join_function(plan.score_mod, captured)(x, b, n, i, j)
             return changed
@@ -219,7 +218,7 @@ def compute_pair_logits(
         tanh = jnp.tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
 
-    def pull_back(dz: jax.Array) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    def pull_back(dz: jax.Array) -> tuple[jax.Array, CapturedGradients]:
         capped = dz if slope is None else dz * slope
         if pull_back_score is None:
             return capped, ()

@@ -43,6 +43,12 @@ def test_a_function_gets_the_arguments_of_its_parameters() -> None:
     assert case.compare(kernels.attention(**arguments)).passes
 
 
+def test_a_captured_array_is_a_leaf_of_the_operand() -> None:
+    case = conformance.case("train/f32/B1.T16.S16.N2.K2.H8.V8/full/score-buckets/normal/s0")
+    (table,) = jax.tree.leaves(case.operands["score_mod"])
+    assert table.shape == case.expected["dscore_table"].shape == (32, 2)
+
+
 def test_comparison_says_where_a_result_is_wrong() -> None:
     case = conformance.case(WINDOW)
     compared = case.compare(case.run(kernels.faulty_attention))

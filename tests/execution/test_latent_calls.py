@@ -122,7 +122,7 @@ def test_an_operand_of_that_name_behind_others_means_nothing() -> None:
 
 def test_an_implementation_says_how_it_takes_its_operands() -> None:
     made = Implementation(name="mine", call=latent_attention.dense, storage="latent")
-    assert made.gradients == {"dq", "dk", "dsinks", "dbias", "dlogit_scale"}
+    assert made.gradients == {"dq", "dk", "dsinks", "dbias", "dscore_table", "dlogit_scale"}
     assert "latent" in made.offers
     assert isinstance(stored_calls.lower_implementation(made).call, LatentCall)
     varied = stored_calls.lower_implementation(

@@ -71,7 +71,9 @@ def _by_hand(
 
 def _map_score(change: Callable[[Any], Any], *, backward_only: bool = False) -> Callable[..., Leaves]:
     def read(leaves: Leaves, in_backward: bool) -> Leaves:
-        return leaves if backward_only and not in_backward else leaves._replace(score=jax.tree.map(change, leaves.score))
+        if backward_only and not in_backward:
+            return leaves
+        return leaves._replace(score=jax.tree.map(change, leaves.score))
 
     return read
 

@@ -37,8 +37,8 @@ class Places(NamedTuple):
 class Leaves(NamedTuple):
     """The arrays that the functions capture."""
 
-    mask: tuple[Array, ...] = ()
-    score: tuple[Array, ...] = ()
+    mask: Any = ()
+    score: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
