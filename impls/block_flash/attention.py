@@ -52,10 +52,10 @@ def attention(
     Blocks that the mask leaves empty are never computed; segment ids only mask inside blocks. Query heads share
     key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
 
-    All operands except the slopes are differentiable in reverse mode, and so are arrays that `score_mod` captures. So is
-    `logsumexp`; `max_logits` has gradient zero. The residuals of the backward pass are tagged `"out"` and `"logsumexp"`
-    for `jax.checkpoint` policies. A query that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and
-    `max_logits = -inf`. It passes no gradient.
+    All operands except the slopes are differentiable in reverse mode, and so are arrays that `score_mod` captures. So
+    is `logsumexp`; `max_logits` has gradient zero. The residuals of the backward pass are tagged `"out"` and
+    `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to nothing gets `out = 0`, `logsumexp = -inf`
+    (or its sink) and `max_logits = -inf`. It passes no gradient.
 
     The operands and results are those of the contract (docs/contract.md, section 1).
 
