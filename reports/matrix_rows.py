@@ -15,7 +15,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
     ),
-    "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "dropout"),
+    "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": tuple(FORMS),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),

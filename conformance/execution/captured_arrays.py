@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from cases.score_functions import TableScore
@@ -39,7 +40,7 @@ class _TableCall(functools.partial[Any]):
         """Make the call with the table, if there is one, as the leaf of `score_mod`."""
         score = options.get("score_mod")
         if score_table is not None and isinstance(score, TableScore):
-            options["score_mod"] = Partial(score, score.get_leaf(score_table))
+            options["score_mod"] = Partial(score, jnp.asarray(score.get_leaf(score_table)))
         return super().__call__(*operands, **options)
 
 
@@ -56,7 +57,7 @@ def capture_arrays(given: Mapping[str, Any], parameters: Collection[str], *, is_
     arrays = {name: given[name] for name in ("mask", "segment_ids") if name in given and name not in parameters}
     changed = {name: value for name, value in given.items() if name not in arrays}
     if arrays:
-        changed["mask_mod"] = Partial(CapturingMask(changed.get("mask_mod")), arrays)
+        changed["mask_mod"] = Partial(CapturingMask(changed.get("mask_mod")), jax.tree.map(jnp.asarray, arrays))
     for name in ("mask_mod", "score_mod"):
         if name in changed and not isinstance(changed[name], Partial):
             changed[name] = Partial(changed[name])
