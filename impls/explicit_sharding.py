@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cases.operand_registry import OPTIONAL
 from impls.block_arithmetic import make_shape
+from impls.captured_arrays import split_function
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions", "dropout_key")
@@ -35,6 +36,8 @@ def accept_explicit_sharding(call: _Call) -> _Call:
             "v": v,
             **{name: x for name in _ARRAY_OPTIONS if (x := options.get(name)) is not None},
         }
+        if split_function(options.get("score_mod"))[1]:
+            arrays["score_mod"] = options["score_mod"]
         mesh = find_explicit_mesh(arrays)
         if mesh is None:
             return call(q, k, v, **options)
