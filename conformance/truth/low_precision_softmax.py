@@ -96,6 +96,10 @@ class LowPrecisionSoftmax:
         """Whether the group has dropout: its factors are then an array."""
         return not isinstance(self.group.dropout, float)
 
+    def bound_weights(self) -> Array:
+        """Bound what the softmax adds to the error of the weights themselves, `[G, T, S]`: p, the sum, two roundings."""
+        return self.p + self.group.p * (self.share[..., None] + 2 * self.u)
+
     @property
     def out(self) -> Array:
         """What the softmax adds to the error of `out`, `[G, T, V]`."""
