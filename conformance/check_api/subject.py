@@ -126,8 +126,8 @@ class Subject:
     def expectation(self) -> Expectation:
         """The exact results and bounds of the case, with gradients in the order of `cotangents`."""
         declared, cotangents = self.implementation, list(self.cotangents.values())
-        asked = (self.problem, cotangents, declared.arithmetic, declared.formulas, self.empty_rows)
-        asked += (sorted(declared.further_results),) if declared.further_results else ()
+        further = sorted(declared.further_results)
+        asked = (self.problem, cotangents, declared.arithmetic, declared.formulas, self.empty_rows, further)
         return kept_expectations.compute_kept(asked, lambda: self.expect(self.problem, cotangents))
 
     @functools.cached_property
@@ -225,8 +225,8 @@ class Subject:
         judged = (~problem.empty_rows | (self.implementation.empty_rows == "zero")) & problem.decided
         if name != "head_max_logits":
             return judged[..., None]
-        judged, decided = np.broadcast_arrays(judged, problem.decided)
-        return judged.any(axis=(0, 2)) & decided.all(axis=(0, 2))
+        heads: np.ndarray = judged.any(axis=(0, 2)) & problem.decided.all(axis=(0, 2))
+        return heads
 
     def begin_forward(self) -> None:
         """Start the forward calls ahead of time, if the executor runs them in another process."""

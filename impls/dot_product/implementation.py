@@ -22,7 +22,9 @@ def build_implementation(name: str, **options: Any) -> Implementation:
     defaults = {key: inspect.signature(attention).parameters[key].default for key in _OPTIONS}
     chosen = defaults | options
     rounds_logits = not (chosen["float32_logits"] or chosen["float32_qk_product"])
-    changed = [f"{key}={value}" for key, value in options.items() if value != defaults[key] and key != "further_results"]
+    changed = [
+        f"{key}={value}" for key, value in options.items() if value != defaults[key] and key != "further_results"
+    ]
     return Implementation(
         name=name,
         call=functools.partial(attention, **options),

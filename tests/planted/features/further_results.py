@@ -5,7 +5,6 @@ Some are a step of a plain function, others one passage of the source of dot-pro
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -219,7 +218,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="weights.dropout",
         shows="weights",
         says="The weights after dropout are returned as those before it.",
-        reference="inferred from flax, where `sow_weights` keeps weights after dropout",
+        reference="inferred from PyTorch, whose `need_weights` returns weights after dropout",
         trigger=has("dropout"),
     ),
     _plant(
