@@ -98,7 +98,7 @@ class LowPrecisionSoftmax:
         return not isinstance(self.group.dropout, float)
 
     def bound_weights(self) -> Array:
-        """Bound what the softmax adds to the error of each weight, `[G, T, S]`: its own error, the sum, two roundings."""
+        """Bound what the softmax adds to the error of each weight, `[G, T, S]`: its own, the sum, two roundings."""
         return self.p + self.group.p * (self.share[..., None] + 2 * self.u)
 
     @property
