@@ -245,7 +245,7 @@ class Subject:
     @property
     def _has_other_calls(self) -> bool:
         """Whether the implementation has forward calls besides the plain one: with residuals, or for parts."""
-        return bool(self.implementation.residuals or self.implementation.parts)
+        return bool(self.implementation.has_residual_call or self.implementation.parts)
 
     @functools.cached_property
     def forward(self) -> Result:

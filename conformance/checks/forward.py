@@ -45,7 +45,7 @@ def check_residuals(subject: Subject) -> Iterator[Judgement]:
     for name in RESIDUALS:
         if name not in offered:
             yield build_unsupported(name, f"{name} is not offered")
-    if not (offered or subject.implementation.further_results):
+    if not subject.implementation.has_residual_call:
         return
     result = subject.residuals
     yield judge_out(subject, result)

@@ -62,7 +62,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
     judgements: list[Judgement] = []
-    if subject.implementation.residuals or subject.implementation.further_results:
+    if subject.implementation.has_residual_call:
         result = subject.run_residuals(problem)
         judgements.append(judge_out(subject, result, judged=judged_out))
         judgements += [

@@ -56,7 +56,7 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
 def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
     """Check the call outside `jit`, with its residuals."""
     yield pair.judge_out(pair.run_eagerly(pair.problems[0]))
-    if pair.subject.implementation.residuals or pair.subject.implementation.further_results:
+    if pair.subject.implementation.has_residual_call:
         results = pair.subject.executor.run(call_sequences.run_residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
     elif returned := pair.subject.executor.run(single_calls.list_returned_residuals, pair.problems[0]):
@@ -67,7 +67,7 @@ def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
 
 def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
     """Check both problems under `vmap` with every operand mapped, and with residuals if they are offered."""
-    if not (pair.subject.implementation.residuals or pair.subject.implementation.further_results):
+    if not pair.subject.implementation.has_residual_call:
         yield pair.judge_out(pair.subject.executor.run(transformed_calls.run_vmap, pair.problems), 2)
         return
     results = pair.subject.executor.run(transformed_calls.run_vmap_with_residuals, pair.problems)
@@ -162,7 +162,7 @@ def _check_x64(pair: ProblemPair) -> Iterator[Judgement]:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
         judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
     yield judgement
-    if pair.subject.implementation.residuals:
+    if pair.subject.implementation.has_residual_call:
         yield from _check_x64_residuals(pair)
 
 

@@ -305,7 +305,7 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
         return None if implementation.parts is None else implementation.parts(**arrays, **statics)
 
     def calls(arrays: Arrays) -> Any:
-        return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
+        return plain(arrays), with_residuals(arrays) if implementation.has_residual_call else None, part(arrays)
 
     def pad(arrays: Arrays) -> Arrays:
         return stored_calls.add_padding(arrays, implementation.storage)

@@ -259,6 +259,11 @@ class Implementation(Behaviour):
         if self.lower_mask is structured_mask:
             object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
 
+    @property
+    def has_residual_call(self) -> bool:
+        """Whether a call with `save_residuals=True` returns anything beside `out`."""
+        return bool(self.residuals or self.further_results)
+
     def with_contract_logsumexp(self) -> Implementation:
         """Return the implementation with the contract's formula of `logsumexp` declared."""
         formulas = Formulas(soft_cap=self.formulas.soft_cap, scaled_bias=self.formulas.scaled_bias)
