@@ -47,9 +47,12 @@ GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand
 OPERAND_OF = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 """Names of operands by name of the gradient."""
 RESIDUALS = ("logsumexp", "max_logits")
+"""Names of the residuals, which have one number for each row of the softmax."""
+FURTHER_RESULTS = ("head_max_logits", "weights", "dropped_weights")
+"""Names of the opt-in results that a call may return among its residuals (docs/contract.md, "Further results")."""
 GRADIENTS = tuple(GRADIENT_OF.values())
-OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
-"""What a call returns, with its residuals and its gradients, in the contract's order."""
+OBSERVABLES = ("out", *RESIDUALS, *FURTHER_RESULTS, *GRADIENTS)
+"""What a call returns, with its residuals, further results and gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.description)
 """Operands that may be left out of a problem. The scales of quantised keys and values may not."""
 ABSENCE_IGNORED = frozenset(operand.field for operand in OPTIONAL if operand.is_absence_ignored)

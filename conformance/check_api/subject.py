@@ -126,7 +126,8 @@ class Subject:
     def expectation(self) -> Expectation:
         """The exact results and bounds of the case, with gradients in the order of `cotangents`."""
         declared, cotangents = self.implementation, list(self.cotangents.values())
-        asked = (self.problem, cotangents, declared.arithmetic, declared.formulas, self.empty_rows)
+        further = sorted(declared.further_results)
+        asked = (self.problem, cotangents, declared.arithmetic, declared.formulas, self.empty_rows, further)
         return kept_expectations.compute_kept(asked, lambda: self.expect(self.problem, cotangents))
 
     @functools.cached_property
@@ -215,6 +216,18 @@ class Subject:
         """Booleans `[B, N, T]`, true for the judged rows of residuals; empty rows only if they are declared `zero`."""
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
+    def find_judged_further(self, name: str, problem: Problem) -> np.ndarray:
+        """Return booleans that broadcast to a further result, true where it is judged on a problem.
+
+        The maximum of a head is not judged if a row of the head has several right results, or if all its rows are empty
+        and such rows are not declared `zero`.
+        """
+        judged = (~problem.empty_rows | (self.implementation.empty_rows == "zero")) & problem.decided
+        if name != "head_max_logits":
+            return judged[..., None]
+        heads: np.ndarray = judged.any(axis=(0, 2)) & problem.decided.all(axis=(0, 2))
+        return heads
+
     def begin_forward(self) -> None:
         """Start the forward calls ahead of time, if the executor runs them in another process."""
         if self._has_other_calls:
@@ -232,7 +245,7 @@ class Subject:
     @property
     def _has_other_calls(self) -> bool:
         """Whether the implementation has forward calls besides the plain one: with residuals, or for parts."""
-        return bool(self.implementation.residuals or self.implementation.parts)
+        return bool(self.implementation.has_residual_call or self.implementation.parts)
 
     @functools.cached_property
     def forward(self) -> Result:
@@ -340,6 +353,7 @@ class Subject:
             cotangents,
             empty_rows=self.empty_rows,
             inexact=inexact,
+            further=declared.further_results,
         )
 
     def judge(

@@ -25,7 +25,7 @@ from conformance.check_api.judgement import Judgement, build_unsupported, run_su
 from conformance.check_api.subchecks import Subchecks, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import few_operand_calls, page_comparison
-from conformance.checks.forward import check_primal
+from conformance.checks.forward import check_primal, judge_further
 from conformance.checks.gradients import check_problem, judge_gradients
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls
@@ -128,7 +128,8 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal calls."""
     pair = ProblemPair.draw(subject)
     few = {} if few_operand_calls.are_made_elsewhere(subject.case) else _FEW_OPERANDS
-    for name, sequence in {**_SUBCHECKS, **few}.items():
+    maxima = {"own_maxima": _check_own_maxima} if "head_max_logits" in subject.implementation.further_results else {}
+    for name, sequence in {**_SUBCHECKS, **maxima, **few}.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
     for operand in few_operand_calls.list_operands_with_calls(subject.implementation, subject.case):
         for name, call in operand.calls.items():
@@ -254,6 +255,23 @@ def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:
     if operand.arrays:
         value = operand.map_arrays(getattr(problem, operand.name), lambda x, axes: np.full_like(x, operand.special))
     return dataclasses.replace(problem, **{operand.name: value})
+
+
+def _check_own_maxima(pair: ProblemPair) -> Iterator[Judgement]:
+    """Check further results of a call with negative logits that follows a usual call, compiled and outside `jit`.
+
+    A maximum that is kept from the call before, or that begins at zero, is too large.
+    """
+    subject, (usual, _) = pair.subject, pair.problems
+    bias = None if usual.bias is None else -np.abs(usual.bias)
+    low = dataclasses.replace(usual, q=np.abs(usual.q), k=-np.abs(usual.k), bias=bias)
+    expected = subject.expect(low)
+    for problem in (usual, low):
+        compiled = subject.run_residuals(problem).further
+    yield from judge_further(subject, low, expected, compiled)
+    for problem in (usual, low):
+        eager = subject.executor.run(call_sequences.run_residuals_eagerly, problem)
+    yield from judge_further(subject, low, expected, eager)
 
 
 def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iterator[Judgement]:

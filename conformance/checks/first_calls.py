@@ -163,7 +163,7 @@ def _check_x64(subject: Subject) -> Iterator[Judgement]:
     """Check the result with `jax.enable_x64`, where the usual scale may become a float64, and all dtypes by tracing."""
     got = subject.executor.run(transformed_calls.run_x64, subject.problem)
     yield _judge(subject, subject.case, subject.problem, got)
-    if subject.implementation.residuals:
+    if subject.implementation.has_residual_call:
         usual, with_x64 = (
             subject.executor.run(transformed_calls.find_residual_dtypes, subject.problem, doubles=doubles)
             for doubles in (False, True)

@@ -6,17 +6,19 @@ The forward pass has three calls: without residuals, with residuals, and as part
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from cases.operand_registry import RESIDUALS
+from cases.operand_registry import FURTHER_RESULTS, RESIDUALS
+from cases.operand_values import Problem
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
 from conformance.execution import returned_values
 from conformance.execution.executor import Result
 from conformance.truth.comparison import compare
+from conformance.truth.rounding_bounds import Expectation
 
 
 def check_forward(subject: Subject) -> Iterator[Judgement]:
@@ -38,20 +40,33 @@ def check_forward(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_residuals(subject: Subject) -> Iterator[Judgement]:
-    """Check `out`, `logsumexp` and `max_logits` of the call with `save_residuals=True`."""
+    """Check `out`, `logsumexp`, `max_logits` and further results of the call with `save_residuals=True`."""
     offered = subject.implementation.residuals
     for name in RESIDUALS:
         if name not in offered:
             yield build_unsupported(name, f"{name} is not offered")
-    if not offered:
+    if not subject.implementation.has_residual_call:
         return
     result = subject.residuals
     yield judge_out(subject, result)
     for name in RESIDUALS:
         if name in offered:
             yield judge_residual(subject, name, result)
+    yield from judge_further(subject, subject.problem, subject.expectation, result.further)
     if subject.implementation.writes_pages:
         yield from page_comparison.check_pages(subject, save_residuals=True)
+
+
+def judge_further(
+    subject: Subject, problem: Problem, expectation: Expectation, got: Mapping[str, np.ndarray]
+) -> Iterator[Judgement]:
+    """Judge each further result that the implementation offers, and its dtype, on a problem of the case's shapes."""
+    for name in (name for name in FURTHER_RESULTS if name in subject.implementation.further_results):
+        if name not in got:
+            yield subject.judge_malformed(name, returned_values.describe_residuals(got, f"without {name!r}"))
+        else:
+            judged = subject.find_judged_further(name, problem)
+            yield subject.judge_residual(name, got[name], expectation.forward[name], judged)
 
 
 def check_primal(subject: Subject) -> Iterator[Judgement]:

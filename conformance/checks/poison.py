@@ -16,7 +16,7 @@ from cases.moba_mask import depends_on_data
 from cases.operand_registry import RESIDUALS
 from conformance.check_api.judgement import Judgement, add_label, build_unsupported
 from conformance.check_api.subject import Subject
-from conformance.checks.forward import judge_out, judge_residual
+from conformance.checks.forward import judge_further, judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 from reports import records
 
@@ -62,7 +62,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
     judgements: list[Judgement] = []
-    if subject.implementation.residuals:
+    if subject.implementation.has_residual_call:
         result = subject.run_residuals(problem)
         judgements.append(judge_out(subject, result, judged=judged_out))
         judgements += [
@@ -70,6 +70,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
             for residual in RESIDUALS
             if residual in subject.implementation.residuals
         ]
+        judgements += judge_further(subject, clean, subject.expectation, result.further)
     else:
         judgements.append(judge_out(subject, subject.run_forward(problem), judged=judged_out))
     if subject.has_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):

@@ -25,6 +25,7 @@ from conformance.check_api.judgement import Judgement, build_unsupported, catch_
 from conformance.check_api.subject import Subject
 from conformance.checks import few_operand_calls
 from conformance.checks.differentiation import check_second_derivatives
+from conformance.checks.forward import judge_further
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls, transformed_calls
 from conformance.truth.rounding_bounds import Bounded
@@ -55,7 +56,7 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
 def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
     """Check the call outside `jit`, with its residuals."""
     yield pair.judge_out(pair.run_eagerly(pair.problems[0]))
-    if pair.subject.implementation.residuals:
+    if pair.subject.implementation.has_residual_call:
         results = pair.subject.executor.run(call_sequences.run_residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
     elif returned := pair.subject.executor.run(single_calls.list_returned_residuals, pair.problems[0]):
@@ -66,7 +67,7 @@ def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
 
 def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
     """Check both problems under `vmap` with every operand mapped, and with residuals if they are offered."""
-    if not pair.subject.implementation.residuals:
+    if not pair.subject.implementation.has_residual_call:
         yield pair.judge_out(pair.subject.executor.run(transformed_calls.run_vmap, pair.problems), 2)
         return
     results = pair.subject.executor.run(transformed_calls.run_vmap_with_residuals, pair.problems)
@@ -80,6 +81,9 @@ def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count
         for got, problem, expected in zip(results[name], pair.problems[:count], pair.expected[:count], strict=True):
             live = (~problem.empty_rows | (pair.subject.implementation.empty_rows == "zero")) & problem.decided
             yield pair.subject.judge(name, got, expected.forward[name], live)
+    for n in range(count):
+        mapped = {name: x[n] for name, x in results.items()}
+        yield from judge_further(pair.subject, pair.problems[n], pair.expected[n], mapped)
 
 
 def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgement]:
@@ -158,7 +162,7 @@ def _check_x64(pair: ProblemPair) -> Iterator[Judgement]:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
         judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
     yield judgement
-    if pair.subject.implementation.residuals:
+    if pair.subject.implementation.has_residual_call:
         yield from _check_x64_residuals(pair)
 
 

@@ -40,6 +40,8 @@ class Result:
     """The results of one call by observable name (`out`, `logsumexp`, `dq`, ...), as host arrays."""
 
     values: Mapping[str, np.ndarray]
+    # The offered results of `cases.operand_registry.FURTHER_RESULTS`, of a call with residuals.
+    further: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,15 +173,23 @@ class Executor:
     def calls(self, problem: Problem) -> Calls:
         """Return the results of all offered forward calls, from one program, which compiles faster than several."""
         forward, residuals, part = self.run(_run_calls, problem)
-        return Calls(Result(forward), None if residuals is None else Result(residuals), part)
+        return Calls(Result(forward), None if residuals is None else self._split_residuals(residuals), part)
 
     def part(self, problem: Problem) -> Any:
         """Return the unnormalised part `(out, max, sum)` as the kernel returned it; None if it offers no parts."""
         return self.run(_run_part, problem)
 
     def residuals(self, problem: Problem) -> Result:
-        """Return `out` and the residuals of the call with `save_residuals=True`."""
-        return Result(self.run(_run_residuals, problem))
+        """Return `out`, the residuals and the further results of the call with `save_residuals=True`."""
+        return self._split_residuals(self.run(_run_residuals, problem))
+
+    def _split_residuals(self, values: Values) -> Result:
+        """Separate the further results that are offered, which have other shapes than residuals."""
+        offered = self.implementation.further_results
+        return Result(
+            {name: x for name, x in values.items() if name not in offered},
+            {name: x for name, x in values.items() if name in offered},
+        )
 
     def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
         """Return `out` and the operands' gradients, for a cotangent of `out`, from the call without residuals."""
@@ -296,7 +306,7 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
         return None if implementation.parts is None else implementation.parts(**arrays, **statics)
 
     def calls(arrays: Arrays) -> Any:
-        return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
+        return plain(arrays), with_residuals(arrays) if implementation.has_residual_call else None, part(arrays)
 
     def pad(arrays: Arrays) -> Arrays:
         return stored_calls.add_padding(arrays, implementation.storage)

@@ -24,7 +24,7 @@ import numpy as np
 from cases.case import OPT_IN, Case
 from cases.masks.mask_functions import MaskFunction
 from cases.name_suggestions import suggest_or_list
-from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
+from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.operand_values import draw_problem
 from cases.parameter_names import is_tuning
 from cases.quantization import PAGES_HOLD
@@ -190,9 +190,14 @@ def build_implementation(
         redeclare=functools.partial(_rebuild, function, name, products),
         unasked=tuple(one for one in others if one not in settled and not is_tuning(one)),
     )
-    residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
-    differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
-    return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+    returned = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
+    residuals = returned & set(RESIDUALS)
+    return dataclasses.replace(
+        implementation,
+        residuals=residuals,
+        further_results=returned - residuals,
+        differentiable_residuals=residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset(),
+    )
 
 
 @contextlib.contextmanager
@@ -250,7 +255,9 @@ _PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"},
 
 
 def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
-    """Find the names of the residuals that the call returns, by tracing it on the first simple case that it supports.
+    """Find the names of the residuals and further results that the call returns.
+
+    It is traced on the first simple case that it supports.
 
     If every trace fails or returns something else, all residuals are assumed: then the checks report what is wrong.
     """
@@ -285,7 +292,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
         except Exception:  # ignored here: a check makes the same call and reports the exception
             continue
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            known = frozenset(RESIDUALS) & set(returned[1])
+            known = frozenset((*RESIDUALS, *FURTHER_RESULTS)) & set(returned[1])
             if known or not returned[1]:
                 return known
     return implementation.residuals

@@ -209,6 +209,9 @@ class StoredCall:
         shape = (rows[0], heads, *rows[1:]) if in_rows else (*rows, heads)
         dense = {}
         for name, x in residuals.items():
+            if name == "head_max_logits":  # it has no rows
+                dense[name] = x
+                continue
             _check_shape(name, x, shape)
             moved = jnp.moveaxis(jnp.asarray(x), 1, 2) if in_rows else x
             restored = self._restore(name, moved, (*rows, heads), places, nothing.get(name, 0.0))

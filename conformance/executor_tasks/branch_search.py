@@ -503,7 +503,7 @@ def _trace_calls(executor: Executor, case: Case, turn: int | None = None) -> Non
         return pull_back(call, given, np.broadcast_to(np.zeros((), problem.q.dtype), shape))
 
     has_gradients = case.phase == "train" and bool(implementation.gradients)
-    calls = [compute_gradients] * has_gradients + [call_with_residuals] * bool(implementation.residuals) + [call]
+    calls = [compute_gradients] * has_gradients + [call_with_residuals] * implementation.has_residual_call + [call]
     for function in calls if turn is None else [calls[turn % len(calls)]]:
         jax.eval_shape(function, arrays)
 

@@ -99,7 +99,7 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
     implementation = executor.implementation
     compiled, arrays = executor.compiled(problem) if problem.storage is None else _build_stored_call(executor, problem)
     programs: Programs = {"forward": (compiled.forward, (arrays,))}
-    if implementation.residuals:
+    if implementation.has_residual_call:
         programs["residuals"] = (compiled.residuals, (arrays,))
     if not gradients:
         return programs

@@ -15,6 +15,7 @@ from typing import Any
 
 from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
+from cases.operand_registry import FURTHER_RESULTS, RESIDUALS
 from cases.operand_values import draw_problem
 from cases.storage_forms.form_registry import FORMS
 from conformance.execution.call_conventions import HEADS_FIRST, SCALE_OF_ONE
@@ -41,7 +42,7 @@ WRAPPERS: Mapping[str, str] = {
 """The conventions that no declaration has, in words."""
 _TERM = re.compile(r"_and_|_or_")
 _SIDED = re.compile(r"(?:causal|window-[^_]*?)(?P<offset>-o-?\d+)?")
-_RESIDUALS = {"logsumexp", "max_logits"}
+_RESIDUALS = {*RESIDUALS, *FURTHER_RESULTS}
 # The unit roundoff of bf16 is 2^16 times that of f32, in which products of f32 operands and residuals are computed. An
 # error that is much larger in units of its bound is no rounding. Other results of operands in 16 bits are bounded by
 # roundings in 16 bits already: more than this many roundings of a result are no rounding either.

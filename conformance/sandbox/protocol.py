@@ -126,7 +126,8 @@ def _count_elements(value: Any) -> int:
         results = 0
         if all(getattr(value.get(name), "ndim", 0) for name in ("q", "v")):
             *rows, _ = value["q"].shape
-            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # elements of out, logsumexp and max_logits
+            keys, depth = value["v"].shape[-3], value["v"].shape[-1]
+            results = math.prod(rows) * (depth + 2 + keys)  # elements of out, logsumexp, max_logits and weights
         return results + sum(map(_count_elements, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(_count_elements, value))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.case_id import parse_case_id
-from cases.operand_registry import OBSERVABLES
+from cases.operand_registry import FURTHER_RESULTS, OBSERVABLES
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 from reports import output_files
 from reports.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
@@ -70,7 +70,8 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
     for record in found:
         if record.verdict == PASS and record.ratio is not None and (observable := _find_observable(record)):
             judged.setdefault((record.dtype, observable), []).append(record)
-    if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in judged]:
+    needed = [(d, o) for d in DTYPES for o in OBSERVABLES if o not in FURTHER_RESULTS]
+    if missing := [f"{d}.{o}" for d, o in needed if (d, o) not in judged]:
         raise ValueError(f"no record judges {', '.join(missing)}: add records of implementations that return these")
     counted = [record for group in judged.values() for record in group]
     provenance = {
@@ -81,7 +82,7 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
         "jax": jax,
         "judgements": len(counted),
     }
-    rows = [_build_row(d, o, judged[d, o]) for d in DTYPES for o in OBSERVABLES]
+    rows = [_build_row(d, o, judged[d, o]) for d in DTYPES for o in OBSERVABLES if (d, o) in judged]
     return {
         "schema": CALIBRATION_SCHEMA,
         "provenance": {"name": _format_source(provenance), **provenance},

@@ -19,8 +19,9 @@ and its gradient is `scale * dx`. Both products round once more.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -53,6 +54,7 @@ def compute_declared_expectation(
     *,
     empty_rows: EmptyRows = "zero",
     inexact: OperandErrors | None = None,
+    further: Collection[str] = (),
 ) -> Expectation:
     """Compute the exact results and their bounds for declared formulas.
 
@@ -60,10 +62,11 @@ def compute_declared_expectation(
       cotangents: cotangents of the outputs, those of `logsumexp` as the implementation returns it.
       empty_rows: what the implementation declares to return for a query that may attend to nothing.
       inexact: how far the implementation's operands may be from those of `problem`; None if they are equal.
+      further: the names of the further results that are computed too.
     """
     u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     return compute_declared_expectation_for_roundoff(
-        problem, u, formulas, cotangents, empty_rows=empty_rows, inexact=inexact
+        problem, u, formulas, cotangents, empty_rows=empty_rows, inexact=inexact, further=further
     )
 
 
@@ -75,17 +78,21 @@ def compute_declared_expectation_for_roundoff(
     *,
     empty_rows: EmptyRows = "zero",
     inexact: OperandErrors | None = None,
+    further: Collection[str] = (),
 ) -> Expectation:
     """Compute the exact results and their bounds for declared formulas and given unit roundoffs."""
     problem = reorder_terms(problem, formulas)
+    compute_contract = functools.partial(
+        compute_expectation_for_roundoff, empty_rows=empty_rows, inexact=inexact, further=further
+    )
     if formulas.has_contract_logsumexp:
-        return compute_expectation_for_roundoff(problem, u, cotangents, empty_rows=empty_rows, inexact=inexact)
+        return compute_contract(problem, u, cotangents)
     if formulas.logsumexp_base == 2:
         u = dataclasses.replace(u, base=U)
         cotangents = [_scale_logsumexp(cotangent, 1 / math.log(2)) for cotangent in cotangents]
 
     def compute(problem: Problem, cotangents: Sequence[Cotangent]) -> Expectation:
-        return compute_expectation_for_roundoff(problem, u, cotangents, empty_rows=empty_rows, inexact=inexact)
+        return compute_contract(problem, u, cotangents)
 
     if formulas.logsumexp_sink or problem.sinks is None:
         found = compute(problem, cotangents)

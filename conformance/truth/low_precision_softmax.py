@@ -16,6 +16,7 @@ after term `t`, and `r_t` the number of roundings of the term itself.
     err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
     out   + Q(p off |v - out|) + 2u |out| + Q(u p v) + p_sink share |out|
     lse   + share
+    p     + err(p) + p (share + 2u)                                  of a weight that is returned
     dx    + e,                     e = p |r| off + rnd,  with row = |dz| share + p err D beside it
     dq    + s [Q(e k) + share |sum_j dz k| + err D |k'|]
     dk    + s Q([e + row] q)       dv + Q(p (off + share + 2u) do)
@@ -95,6 +96,10 @@ class LowPrecisionSoftmax:
     def drops(self) -> bool:
         """Whether the group has dropout: its factors are then an array."""
         return not isinstance(self.group.dropout, float)
+
+    def bound_weights(self) -> Array:
+        """Bound what the softmax adds to the error of each weight, `[G, T, S]`: its own, the sum, two roundings."""
+        return self.p + self.group.p * (self.share[..., None] + 2 * self.u)
 
     @property
     def out(self) -> Array:

@@ -17,7 +17,8 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
     err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
     err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
     E(lse)   = err(l) + u (|lse| + |m|) + u_residual |lse|
-    E(max)   = max_j err(z) + u_residual |max|
+    E(max)   = max_j err(z) + u_residual |max|                       of a head: the largest E(max) of its rows
+    E(p)     = err(p) + u_residual p + tiny                          with dropout: k err(p) + (u_residual + u_drop) k p
     E(out)   = sum_j [err(p) + (u_p + u_prod + gamma(S)) p] |v| + u_out |out| + tiny
     err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
     err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
@@ -74,7 +75,7 @@ These terms go beyond the usual first-order bound, for these reasons:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -147,7 +148,8 @@ class Expectation:
     """Exact results with their bounds.
 
     Attributes:
-      forward: `out [B, T, N, V]`, `logsumexp [B, N, T]` and `max_logits [B, N, T]` by name.
+      forward: `out [B, T, N, V]`, `logsumexp [B, N, T]` and `max_logits [B, N, T]` by name, and the further results
+        that were asked for: `head_max_logits [N]`, `weights` and `dropped_weights [B, N, T, S]`.
       gradients: gradients by name (`dq`, `dk`, ...), one mapping for each cotangent, in the order of the cotangents.
     """
 
@@ -187,11 +189,16 @@ def compute_expectation_for_roundoff(
     *,
     empty_rows: EmptyRows = "zero",
     inexact: OperandErrors | None = None,
+    further: Collection[str] = (),
 ) -> Expectation:
-    """Compute the exact results of a problem and their error bounds for given unit roundoffs."""
+    """Compute the exact results of a problem and their error bounds for given unit roundoffs.
+
+    `further` names the further results that are computed too.
+    """
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
+    shapes |= {name: (*rows, problem.k.shape[1]) for name in ("weights", "dropped_weights") if name in further}
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
     for group in iter_head_groups(problem, empty_rows):
@@ -199,6 +206,9 @@ def compute_expectation_for_roundoff(
         _store_forward(forward, group, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
             _add_gradients(values, bounds, group, errors, cotangent, u, inexact)
+    if "head_max_logits" in further:
+        top = forward["max_logits"]  # the maxima of rows are off by no more than the largest bound of a row
+        forward["head_max_logits"] = Bounded(top.value.max(axis=(0, 2)), top.bound.max(axis=(0, 2)))
     return Expectation(
         forward,
         tuple(_finish_gradients(values, bounds, u, tied=problem.tied) for values, bounds in totals),
@@ -359,6 +369,22 @@ def _store_forward(forward: dict[str, Bounded], group: HeadGroup, errors: Forwar
     top_size = np.abs(np.where(seen, group.max_logits, 0.0))
     top.value[group.batch, group.heads] = group.max_logits
     top.bound[group.batch, group.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
+    for name, drops in (("weights", False), ("dropped_weights", True)):
+        if name in forward:
+            weights, bound = _bound_weights(group, errors, u, drops=drops)
+            forward[name].value[group.batch, group.heads] = weights
+            forward[name].bound[group.batch, group.heads] = bound
+
+
+def _bound_weights(group: HeadGroup, errors: ForwardErrors, u: Roundoff, *, drops: bool) -> tuple[Array, Array]:
+    """Return the weights, `[G, T, S]`, before or after dropout, and their bound: `E(p)` in the module docstring."""
+    err_p, weights, tiny = errors.p, group.undropped, u.tiny * group.allowed
+    if errors.narrow is not None:
+        err_p = err_p + errors.narrow.bound_weights()
+    if not drops:
+        return weights, err_p + u.residuals * weights + tiny
+    dropped = group.averaging
+    return dropped, group.drop(err_p) + (u.residuals + u.dropout) * dropped + tiny * (group.dropout != 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ The canonical call (docs/contract.md, section 1):
 
 Its operands are those of `cases.operand_registry`, which has their shapes, and `mask` is a `cases.masks.Mask`. It
 returns `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`. Residuals map `"logsumexp"`
-and `"max_logits"` to f32 `[B, N, T]`. An opt-in operand is a parameter only of calls that offer it: `kv_scales` with k
-and v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and `score_mod`, a function `(score, b, n, i, j) ->
-score`.
+and `"max_logits"` to f32 `[B, N, T]`, and have the `further_results` too. An opt-in operand is a parameter only of
+calls that offer it: `kv_scales` with k and v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and
+`score_mod`, a function `(score, b, n, i, j) -> score`.
 
 An implementation may also offer `parts`: attention over some of the keys that is not normalised, to be merged with
 parts over the other keys (docs/contract.md, section 4):
@@ -36,7 +36,7 @@ from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Full, Mask, MaskFunction, has_formula, iter_leaves
 from cases.name_suggestions import suggest_name
-from cases.operand_registry import GRADIENTS, OPTIONAL, RESIDUALS
+from cases.operand_registry import FURTHER_RESULTS, GRADIENTS, OPTIONAL, RESIDUALS
 from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
@@ -151,6 +151,7 @@ class Implementation(Behaviour):
       arithmetic: the dtypes and roundings of its computation.
       formulas: where its formulas differ from the contract's.
       residuals: the names in `cases.operand_registry.RESIDUALS` that it returns.
+      further_results: the names in `cases.operand_registry.FURTHER_RESULTS` that it returns among its residuals.
       differentiable_residuals: the returned residuals that carry gradients.
       gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
         does not take are ignored.
@@ -194,6 +195,7 @@ class Implementation(Behaviour):
     arithmetic: Arithmetic = Arithmetic()
     formulas: Formulas = Formulas()
     residuals: frozenset[str] = frozenset(RESIDUALS)
+    further_results: frozenset[str] = frozenset()
     differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
     gradients: frozenset[str] = frozenset(GRADIENTS)
     validates: bool = False
@@ -226,6 +228,7 @@ class Implementation(Behaviour):
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),
             ("residuals", self.residuals, RESIDUALS),
+            ("further_results", self.further_results, FURTHER_RESULTS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
         ):
@@ -242,6 +245,10 @@ class Implementation(Behaviour):
         if name is None:
             return
         form = FORMS[name]
+        if self.further_results and self.writes_pages:
+            raise ValueError(f"{self.name}: a call that writes pages has no further_results")
+        if not form.is_dense and (weights := sorted(self.further_results - {"head_max_logits"})):
+            raise ValueError(f"{self.name}: {weights[0]!r} has no shape for a {name} call, which has no S keys")
         if form.is_tied:
             object.__setattr__(self, "gradients", self.gradients - {"dv"})
         object.__setattr__(self, "offers", self.offers | {name})
@@ -251,6 +258,11 @@ class Implementation(Behaviour):
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {name} call, which has no S keys")
         if self.lower_mask is structured_mask:
             object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
+
+    @property
+    def has_residual_call(self) -> bool:
+        """Whether a call with `save_residuals=True` returns anything beside `out`."""
+        return bool(self.residuals or self.further_results)
 
     def with_contract_logsumexp(self) -> Implementation:
         """Return the implementation with the contract's formula of `logsumexp` declared."""

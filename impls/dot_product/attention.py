@@ -15,7 +15,7 @@ Inside, heads are split in key/value heads and groups: query head `n = k * G + g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ def attention(
     dropout_rate: float | None = None,
     dropout_key: jax.Array | None = None,
     save_residuals: bool = False,
+    further_results: Collection[str] = (),
     float32_logits: bool = True,
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
@@ -73,6 +74,7 @@ def attention(
         2021, arXiv:2111.09883, equation 2).
       dropout_rate: the share of the weights that is dropped after the softmax (`impls.dropout_bits`).
       dropout_key: the key of `jax.random` that decides which weights are dropped.
+      further_results: what `save_residuals` also returns: `"head_max_logits"`, `"weights"` or `"dropped_weights"`.
       float32_logits: keep logits in f32. With this and `float32_qk_product` off, logits are rounded to the operands'
         dtype; in f16 that limits them to 65504.
       float32_qk_product: convert q and k to f32 before their product.
@@ -100,6 +102,7 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         save_residuals=save_residuals,
+        further_results=further_results,
         float32_logits=float32_logits,
         float32_qk_product=float32_qk_product,
         compute_axis_order=compute_axis_order,
@@ -117,6 +120,7 @@ def attend(
     bias: Float[Array, "#B #N #T #S"] | None,
     scale: float | None,
     save_residuals: bool,
+    further_results: Collection[str] = (),
     float32_logits: bool = True,
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
@@ -166,6 +170,7 @@ def attend(
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
     probabilities, logsumexp, max_logits = _compute_softmax(logits, sink)
+    weights = probabilities
     if dropout_rate is not None:
         batch, _, group, q_length, kv_length = probabilities.shape
         kept = draw_kept(dropout_key, dropout_rate, (batch, num_kv_heads * group, q_length, kv_length))
@@ -181,7 +186,13 @@ def attend(
     out = out.astype(dtype).reshape(*out.shape[:2], -1, out.shape[-1])  # [B, T, N, V]
     if not save_residuals:
         return out
-    return out, {"logsumexp": _join_heads(logsumexp), "max_logits": _join_heads(max_logits)}
+    residuals = {"logsumexp": _join_heads(logsumexp), "max_logits": _join_heads(max_logits)}
+    further = {
+        "head_max_logits": lambda: residuals["max_logits"].max(axis=(0, 2)),
+        "weights": lambda: _join_heads(weights),
+        "dropped_weights": lambda: _join_heads(probabilities),
+    }
+    return out, residuals | {name: further[name]() for name in further_results}
 
 
 def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -289,6 +300,6 @@ def _split_heads(x: Shaped[Array, "b n *rest"], num_kv_heads: int) -> Shaped[Arr
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
 
 
-def _join_heads(x: Shaped[Array, "B K G T"]) -> Shaped[Array, "B N T"]:
-    """Join the axes of query heads: `[B, K, G, T]` to `[B, N, T]`."""
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+def _join_heads(x: Shaped[Array, "B K G *rest"]) -> Shaped[Array, "B N *rest"]:
+    """Join the axes of query heads: `[B, K, G, ...]` to `[B, N, ...]`."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])

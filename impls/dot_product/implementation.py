@@ -7,11 +7,12 @@ import inspect
 from typing import Any
 
 from cases.case import Case
+from cases.operand_registry import FURTHER_RESULTS
 from impls.contract.declarations import TANGENTS, Arithmetic
 from impls.contract.implementation import Implementation
 from impls.dot_product.attention import EINSUMS, attention
 
-_OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
+_OPTIONS = ("further_results", "float32_logits", "float32_qk_product", "compute_axis_order")
 
 
 def build_implementation(name: str, **options: Any) -> Implementation:
@@ -21,7 +22,9 @@ def build_implementation(name: str, **options: Any) -> Implementation:
     defaults = {key: inspect.signature(attention).parameters[key].default for key in _OPTIONS}
     chosen = defaults | options
     rounds_logits = not (chosen["float32_logits"] or chosen["float32_qk_product"])
-    changed = [f"{key}={value}" for key, value in options.items() if value != defaults[key]]
+    changed = [
+        f"{key}={value}" for key, value in options.items() if value != defaults[key] and key != "further_results"
+    ]
     return Implementation(
         name=name,
         call=functools.partial(attention, **options),
@@ -29,6 +32,7 @@ def build_implementation(name: str, **options: Any) -> Implementation:
         arithmetic=Arithmetic(logits="input" if rounds_logits else "f32", probabilities="input"),
         offers=frozenset({"alibi_slopes", "score_mod", "captures", "logit_scale", "dropout"}),
         dropout_mask="places",
+        further_results=frozenset(chosen["further_results"]),
         supports_case=_refuse_large_logits if rounds_logits else None,
         empty_rows="zero",
         behind_mask="any",
@@ -54,4 +58,4 @@ def _refuse_large_logits(case: Case) -> str | None:
     return None
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (build_implementation("dot_product"),)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (build_implementation("dot_product", further_results=FURTHER_RESULTS),)

@@ -52,6 +52,7 @@ def multi_head_attention(
     logits="input",
     softmax="input",
     scaled_q=True,
+    residuals="input",
     empty_rows="zero",
     behind_mask="finite",
     unsupported=_EQUAL_HEADS | _ONE_MASK,
@@ -66,12 +67,13 @@ def multi_head_attention_scores(
     mask: Any = None,
     dropout_rate: float | None = None,
     dropout_key: Any = None,
+    save_residuals: bool = False,
 ) -> Any:
     """`keras.layers.MultiHeadAttention` with `return_attention_scores=True`: `keras.layers.Softmax` gives weights."""
     dropout = (dropout_rate or 0.0, dropout_key)
     kind = layers.MultiHeadAttention
-    out, _ = _call_layer(kind, q, k, v, causal, window, mask, dropout, return_attention_scores=True)
-    return out
+    out, weights = _call_layer(kind, q, k, v, causal, window, mask, dropout, return_attention_scores=True)
+    return (out, {"weights": weights}) if save_residuals else out
 
 
 @declare(group_sums="input", empty_rows="mean", behind_mask="finite", unsupported=_EQUAL_DEPTHS | _ONE_MASK)

@@ -23,7 +23,7 @@ from tests.comparison_asserts import assert_attention
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 SMALL_BLOCKS = block_flash.build_implementation("small_blocks", block_q=32, block_kv=48)
-BOTH = (*dot_product.IMPLEMENTATIONS, SMALL_BLOCKS)
+BOTH = (dot_product.build_implementation("dot_product"), SMALL_BLOCKS)
 JOINT = (
     "train/f32/B2.T50.S70.N4.K2.H16.V24/densebatch-d40_and_window-l40-r60/seg/softcap5/sinks/bias/scale0.3/normal/s1"
 )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cases.operand_registry import OBSERVABLES
+from cases.operand_registry import FURTHER_RESULTS, OBSERVABLES
 from conformance.truth import calibration, tolerances
 from conformance.truth.tolerances import DTYPES
 from impls.contract.declarations import Arithmetic
@@ -21,7 +21,9 @@ STORED = json.loads(tolerances.CALIBRATION.read_text())
 def test_every_dtype_and_observable_has_a_limit_with_its_source() -> None:
     table = tolerances.load_default_tolerances()
     assert [(row["dtype"], row["observable"]) for row in table.rows()] == [(d, o) for d in DTYPES for o in OBSERVABLES]
-    assert all("correct kernels reached" in row["source"] for row in table.rows())
+    for row in table.rows():
+        measured = row["observable"] not in FURTHER_RESULTS  # these have the widest limit
+        assert ("correct kernels reached" if measured else "the widest limit of all") in row["source"]
 
 
 def test_correct_kernels_stay_well_below_each_limit() -> None:

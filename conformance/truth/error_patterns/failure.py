@@ -19,6 +19,8 @@ from conformance.truth.rounding_bounds import Bounded
 AXIS_LETTERS: Mapping[str, str] = {
     "out": "BTNV",
     **dict.fromkeys(RESIDUALS, "BNT"),
+    "head_max_logits": "N",
+    **dict.fromkeys(("weights", "dropped_weights"), "BNTS"),
     **{operand.gradient: "".join(operand.arrays[0]) for operand in OPERANDS if operand.gradient},
 }
 """Axes of each observable, in the letters of the contract."""
