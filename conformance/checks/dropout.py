@@ -3,6 +3,9 @@
 The judge does not know the generator, but it sees the mask: if the values are one in one coordinate of one key, `out`
 is a row of the weights after dropout. With that mask the oracle computes results and gradients. So a mask that differs
 between passes, or that depends on the values, shows as wrong numbers.
+
+If the call takes a mask in place of a key, the mask that is seen must be the mask that was given. Its rate and
+independence are then those of the judge's own generator, and are not judged.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cases.operand_values import Problem, draw_dropout_key, draw_problem
-from conformance.check_api.judgement import Judgement, add_label, build_unsupported, run_subcheck
+from conformance.check_api.judgement import Judgement, add_label, build_unsupported, catch_errors, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.forward import check_forward, check_primal, check_residuals
 from conformance.checks.gradients import check_gradients, check_gradients_lse
@@ -61,6 +64,11 @@ class _Masks:
         """The problem with queries and keys of zero, so that no weight is small."""
         problem = self.subject.problem
         return dataclasses.replace(problem, q=np.zeros_like(problem.q), k=np.zeros_like(problem.k))
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the call takes the mask in place of a key."""
+        return self.subject.implementation.dropout_mask == "given"
 
     @functools.cached_property
     def visible(self) -> np.ndarray:
@@ -140,11 +148,15 @@ def _check_results(subject: Subject) -> Iterator[Judgement]:
 
 def _check_rate(masks: _Masks) -> Iterator[Judgement]:
     """Check that weights are dropped at the rate: overall, and for each key, head, batch row, query and block."""
+    if masks.are_given:
+        return
     yield _judge_surprise("kept", mask_statistics.judge_rate(masks.many, masks.visible_of_many, masks.rate), "are kept")
 
 
 def _check_independence(masks: _Masks) -> Iterator[Judgement]:
     """Check that masks of other keys, heads, batch rows, queries and keys are independent."""
+    if masks.are_given:
+        return
     surprises = mask_statistics.judge_independence(masks.many, masks.visible_of_many, masks.rate)
     for name, surprise in zip(("masks", "places", "corners"), surprises, strict=True):
         yield _judge_surprise(name, surprise, "are alike")
@@ -169,25 +181,48 @@ def _check_shared(masks: _Masks) -> Iterator[Judgement]:
     for name, axis in (("batch", 0), ("heads", 1)):
         if name in masks.subject.implementation.dropout_shared:
             kept = masks.flat_mask
-            yield _compare(name, kept, np.take(kept, [0], axis=axis), masks.visible, f"other {name}")
+            yield _compare(name, kept, np.take(kept, [0], axis=axis), masks.visible, f"with other {name}")
+
+
+def _check_given(masks: _Masks) -> Iterator[Judgement]:
+    """Check that the weights of the mask that was given are dropped, also if it drops rows or broadcasts."""
+    if not masks.are_given:
+        return
+    drawn = masks.subject.problem.drawn_dropout_mask
+    yield _compare("mask", masks.flat_mask, drawn, masks.visible, "than by the mask that was given")
+    rows = drawn & (np.arange(drawn.shape[2]) % 3 != 1)[:, None]
+    given = {"rows": rows, "batch": drawn[:1], "heads": drawn[:, :1]}
+    for name, mask in given.items():
+        if name == "rows" or mask.shape != drawn.shape:
+            yield from add_label(name, catch_errors("all", functools.partial(_check_mask, masks, mask)))
+
+
+def _check_mask(masks: _Masks, mask: np.ndarray) -> Iterator[Judgement]:
+    """Check which weights are dropped by a mask, `[B or 1, N or 1, T, S]`, and results and gradients under it."""
+    seen = masks.see(dataclasses.replace(masks.flat, dropout_mask=mask))
+    yield _compare("mask", seen, mask, masks.visible, "than by the mask that was given")
+    problem = dataclasses.replace(masks.subject.problem, dropout_mask=mask)
+    subject = masks.subject.with_problem(dataclasses.replace(problem, kept_pairs=np.broadcast_to(mask, seen.shape)))
+    judged = itertools.chain(check_forward(subject), check_gradients(subject))
+    yield from (each for each in judged if each.verdict != records.UNSUPPORTED)
 
 
 def _check_same_key(masks: _Masks) -> Iterator[Judgement]:
     """Check that the same key drops the same weights again, in a program that is compiled anew too."""
     fresh = masks.subject.executor.create_fresh()
-    yield _compare("mask", masks.see(masks.flat, fresh), masks.flat_mask, masks.visible, "a second call")
+    yield _compare("mask", masks.see(masks.flat, fresh), masks.flat_mask, masks.visible, "with a second call")
 
 
 def _check_values(masks: _Masks) -> Iterator[Judgement]:
     """Check that the mask does not depend on queries and keys."""
     assert masks.problem.kept_pairs is not None
-    yield _compare("mask", masks.flat_mask, masks.problem.kept_pairs, masks.visible, "queries and keys of zero")
+    yield _compare("mask", masks.flat_mask, masks.problem.kept_pairs, masks.visible, "with queries and keys of zero")
 
 
 def _compare(name: str, got: np.ndarray, expected: np.ndarray, visible: np.ndarray, change: str) -> Judgement:
     """Judge whether two masks are equal where they are visible."""
     wrong = int(((got != expected) & visible).sum())
-    reason = f"{wrong:,} of {int(visible.sum()):,} weights are dropped differently with {change}" if wrong else ""
+    reason = f"{wrong:,} of {int(visible.sum()):,} weights are dropped differently {change}" if wrong else ""
     return Judgement(observable=name, verdict=records.FAIL if wrong else records.PASS, reason=reason)
 
 
@@ -235,12 +270,13 @@ def _check_eager(masks: _Masks) -> Iterator[Judgement]:
 
 
 def _check_vmap(names: Sequence[str], masks: _Masks) -> Iterator[Judgement]:
-    """Check `vmap` over dropout keys, or over queries with one key: each call drops as it does alone."""
+    """Check `vmap` over dropout keys or masks, or over queries with one of them: each call drops as it does alone."""
     pair = _pair(masks)
     changed: dict[str, Any] = {name: getattr(pair.problems[1], name) for name in names}
     mixed = dataclasses.replace(pair.problems[0], **changed)
     problems = (pair.problems[0], dataclasses.replace(mixed, kept_pairs=masks.see(mixed)))
-    got = masks.subject.executor.run(transformed_calls.run_vmap_over, problems, names)
+    mapped = ("dropout_mask",) if masks.are_given and names == ("dropout_key",) else names
+    got = masks.subject.executor.run(transformed_calls.run_vmap_over, problems, mapped)
     yield pair.judge_out_for(got, problems, [masks.subject.expect(problem) for problem in problems])
 
 
@@ -281,7 +317,7 @@ def _check_variants(masks: _Masks) -> Iterator[Judgement]:
     expected = masks.flat_mask
     for name in masks.subject.implementation.variants:
         got = masks.see(masks.flat, masks.subject.executor.variant(name))
-        yield _compare(name, got, expected, masks.visible, f"the variant {name}")
+        yield _compare(name, got, expected, masks.visible, f"with the variant {name}")
 
 
 def _check_places(masks: _Masks) -> Iterator[Judgement]:
@@ -301,13 +337,14 @@ def _check_places(masks: _Masks) -> Iterator[Judgement]:
     part = np.s_[: case.batch, :, : case.q_length, : case.kv_length]
     full = (larger.batch, larger.num_q_heads, larger.q_length, larger.kv_length)
     visible = masks.visible & np.broadcast_to(problem.allowed, full)[part]
-    yield _compare("mask", masks.see(problem)[part], masks.flat_mask, visible, "more rows, queries and keys")
+    yield _compare("mask", masks.see(problem)[part], masks.flat_mask, visible, "with more rows, queries and keys")
 
 
 _LAWS: dict[str, Callable[[_Masks], Iterator[Judgement]]] = {
     "rate": _check_rate,
     "independence": _check_independence,
     "shared": _check_shared,
+    "given": _check_given,
     "same_key": _check_same_key,
     "other_values": _check_values,
     "rate_zero": _check_rate_zero,

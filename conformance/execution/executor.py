@@ -225,13 +225,20 @@ class Executor:
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         if problem.dropout_rate is not None:
-            statics["dropout_rate"], extra = problem.dropout_rate, {**extra, "dropout_key": problem.dropout_key}
+            statics["dropout_rate"], extra = problem.dropout_rate, {**extra, **self._choose_dropout(problem)}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.kv_scales is not None and problem.has_whole_scales:
             statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
         if problem.storage is not None:
             extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem.storage)}
         return statics, {**arrays, **extra}
+
+    def _choose_dropout(self, problem: Problem) -> Arrays:
+        """Return the array that decides which weights are dropped, by its keyword: a mask, or the key."""
+        if self.implementation.dropout_mask != "given":
+            return {"dropout_key": problem.dropout_key}
+        given = problem.dropout_mask
+        return {"dropout_mask": problem.drawn_dropout_mask if given is None else given}
 
 
 def _run_forward(executor: Executor, problem: Problem) -> Values:

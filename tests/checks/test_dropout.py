@@ -16,17 +16,19 @@ from cases.operand_values import draw_cotangent, draw_problem
 from conformance.check_api.subject import Subject
 from conformance.checks.dropout import _Masks
 from conformance.execution.executor import Executor
-from conformance.execution.plain_functions import build_implementation
+from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.truth import oracle
 from conformance.truth.tolerances import load_default_tolerances
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS
+from tests.bank import PlantedBug
 from tests.checks.test_checks import judge
 from tests.planted.features.dropout import BUGS
 from tests.planted.planting import dropped
 
 CASE = parse_case_id("train/f32/B2.T24.S32.N2.K1.H16.V32/causal-o8/softcap2/sinks/bias/dropout0.25/normal/s1")
 ARRAYS, COUNTERS = dropped.Steps(), dropped.Steps(draw=None)
+GIVEN = dropped.Steps(draw=None, read=lambda call: call.mask)
 
 
 def build(steps: dropped.Steps, **declared: Any) -> Implementation:
@@ -108,6 +110,35 @@ def test_only_a_function_with_rate_and_key_has_cases() -> None:
     cases = select_dropout_cases("quick", 0, build(ARRAYS).supports)
     assert [case.dropout_rate for case in cases] == [0.25, 0.1, 0.5, 0.9, 0.001]
     assert all(parse_case_id(case.id) == case for case in cases)
+
+
+def test_a_kernel_that_takes_a_mask_passes_by_the_masks_that_it_is_given() -> None:
+    implementation = build(GIVEN)
+    assert implementation.dropout_mask == "given"
+    found = {one.observable: one.verdict for one in judge(implementation, CASE.id, "dropout")}
+    assert set(found.values()) == {PASS}
+    given = {f"{x}.{mask}.given" for x in ("mask", "out", "dv") for mask in ("rows", "batch", "heads")}
+    assert found.keys() >= given | {"mask.given", "dq.results", "out.vmap_keys", "dk.scan"}
+    assert not [name for name in found if name.endswith((".rate", ".independence"))]  # those of the judge's generator
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.kind == "dropout.given"], ids=lambda bug: bug.name)
+def test_a_kernel_that_reads_its_mask_wrongly_fails(bug: PlantedBug) -> None:
+    assert bug.trigger(CASE)
+    assert {observable.split(".")[0] for observable in find_red(bug.build())} & set(bug.shows)
+
+
+def test_a_key_decides_if_a_function_takes_a_mask_too() -> None:
+    def both(
+        q: Any, k: Any, v: Any, *, dropout_rate: float = 0.0, dropout_key: Any = None, dropout_mask: Any = None
+    ) -> Any:
+        return q
+
+    implementation = build_implementation(both, "both")
+    assert implementation.dropout_mask == "shape"
+    assert implementation.unasked == ("dropout_mask",)
+    with pytest.raises(NotAnAttentionFunction, match="takes no dropout_mask"):
+        build(ARRAYS, dropout_mask="given")
 
 
 def test_a_case_with_dropout_is_judged_by_no_other_check() -> None:
