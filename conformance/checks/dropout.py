@@ -26,8 +26,9 @@ from conformance.checks.gradients import check_gradients, check_gradients_lse
 from conformance.checks.problem_pair import ProblemPair
 from conformance.execution import kernel_errors, returned_values
 from conformance.execution.executor import Executor
-from conformance.executor_tasks import transformed_calls
+from conformance.executor_tasks import call_sequences, transformed_calls
 from conformance.truth import mask_statistics, oracle
+from conformance.truth.declared_formulas import reorder_terms
 from conformance.truth.mask_statistics import Surprise
 from reports import records
 
@@ -96,6 +97,7 @@ class _Masks:
     def see(self, problem: Problem, executor: Executor | None = None) -> np.ndarray:
         """See which weights are kept, booleans `[B, N, T, S]`, by values that are one in one coordinate of one key."""
         executor = executor or self.subject.executor
+        problem = reorder_terms(problem, self.subject.implementation.formulas)
         is_flat = problem.q is self.flat.q
         weights = self.flat_weights if is_flat else oracle.compute_weights(problem, self.subject.empty_rows)
         seen = np.empty(weights.shape)
@@ -250,17 +252,19 @@ def _check_rate_zero(masks: _Masks) -> Iterator[Judgement]:
 
 
 def _check_rate_one(masks: _Masks) -> Iterator[Judgement]:
-    """Check that a rate of one is refused, or gives zeros."""
-    try:
-        out = masks.subject.executor.forward(dataclasses.replace(masks.subject.problem, dropout_rate=1.0)).values["out"]
-    except Exception as error:
-        yield Judgement(observable="out", verdict=records.PASS, reason=kernel_errors.describe_kernel_error(error))
-        return
-    wrong = int((out != 0).sum())
-    reason = (
-        f"{wrong:,} of {out.size:,} elements are not zero, {int(np.isnan(out).sum()):,} of them NaN" if wrong else ""
-    )
-    yield Judgement(observable="out", verdict=records.FAIL if wrong else records.PASS, reason=reason)
+    """Check that a rate of one is refused, or gives zeros, also outside `jit`, where XLA cannot remove a 0 / 0."""
+    executor, problem = masks.subject.executor, dataclasses.replace(masks.subject.problem, dropout_rate=1.0)
+    for where in ("", " outside jit"):
+        try:
+            out = executor.run(call_sequences.run_eagerly, problem) if where else executor.forward(problem).values["out"]
+        except Exception as error:
+            yield Judgement(observable="out", verdict=records.PASS, reason=kernel_errors.describe_kernel_error(error))
+            return
+        if wrong := int((out != 0).sum()):
+            reason = f"{wrong:,} of {out.size:,} elements{where} are not zero, {int(np.isnan(out).sum()):,} of them NaN"
+            yield Judgement(observable="out", verdict=records.FAIL, reason=reason)
+            return
+    yield Judgement(observable="out", verdict=records.PASS)
 
 
 def _check_eager(masks: _Masks) -> Iterator[Judgement]:

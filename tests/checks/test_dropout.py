@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.dropout_cases import select_dropout_cases
 from cases.operand_values import draw_cotangent, draw_problem
+from conformance import declare
 from conformance.check_api.subject import Subject
 from conformance.checks.dropout import _Masks
 from conformance.execution.executor import Executor
@@ -100,6 +102,22 @@ def test_shared_masks_are_declared_and_must_be_shared() -> None:
     assert find_red(build(shared)) == {"masks.independence"}
     assert find_red(build(shared, dropout_shared=("batch", "heads"))) == set()
     assert find_red(build(ARRAYS, dropout_shared=("heads",))) >= {"heads.shared"}
+
+
+def test_weights_are_seen_under_a_declared_order_of_terms() -> None:
+    @declare(soft_cap="before_bias", empty_rows="mean", behind_mask="finite")
+    def attention(
+        q: Any, k: Any, v: Any, *, soft_cap: Any = None, bias: Any = None, dropout_rate: Any = None, dropout_key: Any = None
+    ) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
+        x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+        p = jax.nn.softmax(x if bias is None else x + bias)
+        if dropout_rate:
+            p = jnp.where(jax.random.bernoulli(dropout_key, 1 - dropout_rate, p.shape), p / (1 - dropout_rate), 0)
+        return jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest")
+
+    case = parse_case_id("train/f32/B1.T32.S32.N2.K2.H16.V32/full/softcap2/bias/dropout0.25/normal/s1")
+    assert find_red(build_implementation(attention, "before"), case) == set()
 
 
 def test_only_a_function_with_rate_and_key_has_cases() -> None:
