@@ -26,7 +26,7 @@ from conformance.checks.gradients import check_gradients, check_gradients_lse
 from conformance.checks.problem_pair import ProblemPair
 from conformance.execution import kernel_errors, returned_values
 from conformance.execution.executor import Executor
-from conformance.executor_tasks import call_sequences, transformed_calls
+from conformance.executor_tasks import call_sequences, program_inspection, transformed_calls
 from conformance.truth import mask_statistics, oracle
 from conformance.truth.declared_formulas import reorder_terms
 from conformance.truth.mask_statistics import Surprise
@@ -42,11 +42,27 @@ def check_dropout(subject: Subject) -> Iterator[Judgement]:
     """Check results and gradients under the dropped weights, and the rate, the key and the independence of these."""
     if subject.problem.dropout_rate is None:
         return
+    if generator := _find_generator_elsewhere(subject):
+        reason = (
+            f"the generator cannot be interpreted here: the kernel draws by {generator!r}, which only a TPU computes. "
+            "JAX's interpreters refuse it or give zeros"
+        )
+        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
+        return
     masks = _Masks(subject)
     seen = subject.with_problem(masks.problem)
     yield from run_subcheck("results", lambda: _check_results(seen))
     for name, check in _LAWS.items():
         yield from run_subcheck(name, functools.partial(check, masks))
+
+
+def _find_generator_elsewhere(subject: Subject) -> str:
+    """Return the operation by which the call draws random numbers, if only a chip that is not here has it; else ""."""
+    if subject.executor.backend == "tpu":
+        return ""
+    drawn = subject.cotangents.get("random")
+    do = None if drawn is None else drawn.out
+    return subject.executor.run(program_inspection.find_chip_generator, subject.problem, do)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from cases.case import Case
 from cases.case_id import parse_case_id
@@ -22,7 +25,7 @@ from conformance.execution.plain_functions import NotAnAttentionFunction, build_
 from conformance.truth import oracle
 from conformance.truth.tolerances import load_default_tolerances
 from impls.contract.implementation import Implementation
-from reports.records import FAIL, PASS
+from reports.records import FAIL, PASS, UNJUDGED
 from tests.bank import PlantedBug
 from tests.checks.test_checks import judge
 from tests.planted.features.dropout import BUGS
@@ -118,6 +121,43 @@ def test_weights_are_seen_under_a_declared_order_of_terms() -> None:
 
     case = parse_case_id("train/f32/B1.T32.S32.N2.K2.H16.V32/full/softcap2/bias/dropout0.25/normal/s1")
     assert find_red(build_implementation(attention, "before"), case) == set()
+
+
+def _draw_by_bits(key: Any, shape: tuple[int, int], rate: float) -> Any:
+    pltpu.prng_seed(key[0, 0], key[0, 1])
+    return pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32) >= np.uint32(rate * 2**32)
+
+
+def _draw_statefully(key: Any, shape: tuple[int, int], rate: float) -> Any:
+    pltpu.prng_seed(key[0, 0], key[0, 1])
+    return pltpu.stateful_uniform(shape) >= rate
+
+
+def _draw_by_pallas_key(key: Any, shape: tuple[int, int], rate: float) -> Any:
+    return jax.random.uniform(jax.random.wrap_key_data(key[...].astype(jnp.uint32), impl="pallas_tpu"), shape) >= rate
+
+
+@pytest.mark.parametrize("interpret", [True, pltpu.InterpretParams()], ids=["fast", "slow"])
+@pytest.mark.parametrize("draw", [_draw_by_bits, _draw_statefully, _draw_by_pallas_key])
+def test_a_generator_that_cannot_be_interpreted_leaves_dropout_unjudged(draw: Any, interpret: Any) -> None:
+    @declare(behind_mask="finite", gradients=())
+    def attention(q: Any, k: Any, v: Any, *, dropout_rate: float = 0.0, dropout_key: Any = None) -> Any:
+        def kernel(key: Any, q: Any, k: Any, v: Any, out: Any) -> None:
+            p = jax.nn.softmax(jnp.dot(q[...], k[...].T) * q.shape[-1] ** -0.5)
+            if dropout_rate:
+                p = jnp.where(draw(key, p.shape, dropout_rate), p / (1 - dropout_rate), 0)
+            out[...] = jnp.dot(p, v[...])
+
+        key = jnp.zeros(2, jnp.int32) if dropout_key is None else jnp.asarray(dropout_key).astype(jnp.int32)
+        out = jax.ShapeDtypeStruct((q.shape[1], v.shape[-1]), q.dtype)
+        one = pl.pallas_call(kernel, out, interpret=interpret)
+        of_heads = jax.vmap(functools.partial(one, key[None]), in_axes=1, out_axes=1)
+        return jax.vmap(of_heads)(q, k, v)
+
+    case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/dropout0.25/normal/s1"
+    (one,) = judge(build_implementation(attention, "chip"), case, "dropout")
+    assert one.verdict == UNJUDGED, one.reason
+    assert "the generator cannot be interpreted here" in one.reason
 
 
 def test_only_a_function_with_rate_and_key_has_cases() -> None:
