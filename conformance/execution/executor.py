@@ -115,8 +115,12 @@ class Executor:
         options = environment.build_default_options()
         return None if options == self.options else Executor(self.implementation, options)
 
-    def create_fresh(self) -> Executor:
-        """Return an executor with the same implementation and options, and no compiled functions."""
+    def create_fresh(self, *, new_hashes: bool = False) -> Executor:
+        """Return an executor with the same implementation and options, and no compiled functions.
+
+        If tasks run in another process, this executor has a process of its own, in which with `new_hashes` the values
+        of Python's `hash` of text differ.
+        """
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
