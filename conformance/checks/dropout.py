@@ -25,8 +25,8 @@ from conformance.checks.forward import check_forward, check_primal, check_residu
 from conformance.checks.gradients import check_gradients, check_gradients_lse
 from conformance.checks.problem_pair import ProblemPair
 from conformance.execution import kernel_errors, returned_values
-from conformance.execution.executor import Executor
-from conformance.executor_tasks import call_sequences, program_inspection, transformed_calls
+from conformance.execution.executor import Result
+from conformance.executor_tasks import call_sequences, program_inspection, sharded_calls, transformed_calls
 from conformance.truth import mask_statistics, oracle
 from conformance.truth.declared_formulas import reorder_terms
 from conformance.truth.mask_statistics import Surprise
@@ -36,6 +36,7 @@ from reports import records
 _CALLS, _CALLS_INTERPRETED = 48, 8
 # A weight is seen as dropped if `out` has less than this share of what a kept one gives. A dropped weight gives zero.
 _SEEN_SHARE = 1 / 8
+_OTHER_DEVICES = 2  # of a call that several devices share, beside the four of all other calls
 
 
 def check_dropout(subject: Subject) -> Iterator[Judgement]:
@@ -110,9 +111,9 @@ class _Masks:
         """The mask of `flat`, booleans `[B, N, T, S]`."""
         return self.see(self.flat)
 
-    def see(self, problem: Problem, executor: Executor | None = None) -> np.ndarray:
+    def see(self, problem: Problem, forward: Callable[[Problem], Result] | None = None) -> np.ndarray:
         """See which weights are kept, booleans `[B, N, T, S]`, by values that are one in one coordinate of one key."""
-        executor = executor or self.subject.executor
+        forward = forward or self.subject.executor.forward
         problem = reorder_terms(problem, self.subject.implementation.formulas)
         is_flat = problem.q is self.flat.q
         weights = self.flat_weights if is_flat else oracle.compute_weights(problem, self.subject.empty_rows)
@@ -122,7 +123,7 @@ class _Masks:
             values = np.zeros_like(problem.v)
             count = min(depth, weights.shape[-1] - first)
             values[:, first + np.arange(count), :, np.arange(count)] = 1
-            out = executor.forward(dataclasses.replace(problem, v=values)).values["out"]
+            out = forward(dataclasses.replace(problem, v=values)).values["out"]
             returned_values.check_shape("out", out, values.shape[:1] + problem.q.shape[1:3] + (depth,))
             seen[..., first : first + count] = out.transpose(0, 2, 1, 3)[..., :count].astype(np.float64)
         return ~(np.abs(seen) < _SEEN_SHARE * weights / (1 - (problem.dropout_rate or 0.0)))
@@ -228,7 +229,7 @@ def _check_mask(masks: _Masks, mask: np.ndarray) -> Iterator[Judgement]:
 def _check_same_key(masks: _Masks) -> Iterator[Judgement]:
     """Check that the same key drops the same weights in a program compiled anew, in another process if sandboxed."""
     fresh = masks.subject.executor.create_fresh(new_hashes=True)
-    yield _compare("mask", masks.see(masks.flat, fresh), masks.flat_mask, masks.visible, "in a new program or process")
+    yield _compare("mask", masks.see(masks.flat, fresh.forward), masks.flat_mask, masks.visible, "in a new program or process")
 
 
 def _check_values(masks: _Masks) -> Iterator[Judgement]:
@@ -336,7 +337,7 @@ def _check_variants(masks: _Masks) -> Iterator[Judgement]:
         return
     expected = masks.flat_mask
     for name in masks.subject.implementation.variants:
-        got = masks.see(masks.flat, masks.subject.executor.variant(name))
+        got = masks.see(masks.flat, masks.subject.executor.variant(name).forward)
         yield _compare(name, got, expected, masks.visible, f"with the variant {name}")
 
 
@@ -360,6 +361,20 @@ def _check_places(masks: _Masks) -> Iterator[Judgement]:
     yield _compare("mask", masks.see(problem)[part], masks.flat_mask, visible, "with more rows, queries and keys")
 
 
+def _check_devices(masks: _Masks) -> Iterator[Judgement]:
+    """Check that other numbers of devices that share the sequence drop the same weights, if places or a mask decide."""
+    declared, executor = masks.subject.implementation, masks.subject.executor
+    if declared.on_devices is None or declared.dropout_mask not in ("places", "given"):
+        return
+
+    def forward(problem: Problem) -> Result:
+        check_vma = declared.check_vma is True
+        return Result(executor.run(sharded_calls.run_on_devices, _OTHER_DEVICES, check_vma, problem, None))
+
+    change = f"on {_OTHER_DEVICES} devices"
+    yield _compare("mask", masks.see(masks.flat, forward), masks.flat_mask, masks.visible, change)
+
+
 _LAWS: dict[str, Callable[[_Masks], Iterator[Judgement]]] = {
     "rate": _check_rate,
     "independence": _check_independence,
@@ -376,4 +391,5 @@ _LAWS: dict[str, Callable[[_Masks], Iterator[Judgement]]] = {
     "scan": _check_scan,
     "variants": _check_variants,
     "places": _check_places,
+    "devices": _check_devices,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from conformance.check_api.subject import Subject
 from conformance.checks.dropout import _Masks
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
+from conformance.sandbox import kernel_process
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.truth import oracle
 from conformance.truth.tolerances import load_default_tolerances
 from impls.contract.implementation import Implementation
@@ -123,6 +126,43 @@ def test_weights_are_seen_under_a_declared_order_of_terms() -> None:
     assert find_red(build_implementation(attention, "before"), case) == set()
 
 
+# A seed from what is different in each process, and one from what is not.
+SALTED = """
+import zlib
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conformance import declare
+
+def build(salt):
+    @declare(empty_rows="mean", behind_mask="finite")
+    def attention(q, k, v, *, dropout_rate=None, dropout_key=None):
+        p = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5)
+        if dropout_rate:
+            kept = jax.random.bernoulli(jax.random.fold_in(dropout_key, salt), 1 - dropout_rate, p.shape)
+            p = jnp.where(kept, p / (1 - dropout_rate), 0)
+        return jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest")
+    return attention
+
+by_checksum = build(zlib.crc32(b"attention"))
+by_hash = build(hash("attention") & 0xFFFF)
+by_random_state = build(np.random.randint(2**16))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "red"),
+    [("by_checksum", set()), ("by_hash", {"mask.same_key"}), ("by_random_state", {"mask.same_key"})],
+)
+def test_the_same_key_drops_the_same_weights_in_another_process(name: str, red: set[str], tmp_path: Path) -> None:
+    (tmp_path / "salted.py").write_text(SALTED)
+    case = parse_case_id("train/f32/B1.T16.S16.N2.K2.H16.V16/full/dropout0.25/normal/s1")
+    try:
+        assert find_red(KernelOptions().find(f"{tmp_path}/salted.py:{name}"), case) == red
+    finally:
+        kernel_process.end_all_processes()
+
+
 def _draw_by_bits(key: Any, shape: tuple[int, int], rate: float) -> Any:
     pltpu.prng_seed(key[0, 0], key[0, 1])
     return pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32) >= np.uint32(rate * 2**32)
@@ -184,6 +224,22 @@ def test_a_kernel_that_takes_a_mask_passes_by_the_masks_that_it_is_given() -> No
 def test_a_kernel_that_reads_its_mask_wrongly_fails(bug: PlantedBug) -> None:
     assert bug.trigger(CASE)
     assert {observable.split(".")[0] for observable in find_red(bug.build())} & set(bug.shows)
+
+
+SHARED = parse_case_id("train/f32/B1.T64.S64.N2.K1.H16.V32/causal/dropout0.25/normal/s1")
+
+
+def test_a_kernel_on_several_devices_passes() -> None:
+    found = judge(dropped.build_on_devices("kernel", COUNTERS), SHARED.id, "dropout")
+    assert {one.verdict for one in found} == {PASS}
+    assert {"mask.devices", "mask.places", "dq.results"} <= {one.observable for one in found}
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.kind == "dropout.devices"], ids=lambda bug: bug.name)
+def test_a_kernel_whose_devices_drop_wrongly_fails(bug: PlantedBug) -> None:
+    red = find_red(bug.build(), SHARED)
+    assert {observable.split(".")[0] for observable in red} & set(bug.shows)
+    assert (red == {"mask.devices"}) == (bug.name == "dropout-by-number-of-devices")
 
 
 def test_a_key_decides_if_a_function_takes_a_mask_too() -> None:

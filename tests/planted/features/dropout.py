@@ -1,7 +1,7 @@
 """Bugs of dropout: which weights are dropped, by which key, at which rate, with which factor, and in which pass.
 
 Each is a step of one of the kernels of `tests.planted.planting.dropped`: the one that draws an array, or the one that
-hashes counters and has a backward pass written by hand, or reads a mask that it is given.
+hashes counters and has a backward pass written by hand, reads a mask that it is given, or runs on several devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from cases.case import Case
 from tests.bank import PlantedBug
-from tests.planted.planting.dropped import BLOCK, Dropout, Steps, build, hash_pairs, mix
+from tests.planted.planting.dropped import BLOCK, Dropout, Steps, build, build_on_devices, hash_pairs, mix
 
 _CALLS = itertools.count(1)
 
@@ -53,6 +53,12 @@ def _plant(
 
 def _drops_in_several_rows(case: Case) -> bool:
     return _drops(case) and case.batch > 1
+
+
+def _plant_on_devices(name: str, indices: Any, says: str, shows: str) -> PlantedBug:
+    """Plant a bug of a kernel on several devices; the queries in the `Dropout` are those of one device."""
+    bug = _plant(name, _by_counters(indices=indices), kind="devices", says=says, shows=shows)
+    return dataclasses.replace(bug, build=functools.partial(build_on_devices, bug.name, _by_counters(indices=indices)))
 
 
 def _by_counters(**steps: Any) -> Steps:
@@ -475,5 +481,23 @@ BUGS: tuple[PlantedBug, ...] = (
         _by_mask(weights=_divide_by_share),
         kind="given",
         says="Kept weights are divided by the share of the mask that is kept, in place of 1 - rate.",
+    ),
+    _plant_on_devices(
+        "same-on-each-device",
+        lambda b, n, i, j, call: (b, n, i % call.q.shape[1], j),
+        says="Queries are counted from the first of their device, so all devices drop alike.",
+        shows="places corners",
+    ),
+    _plant_on_devices(
+        "by-device-and-local-query",
+        lambda b, n, i, j, call: (b, n + 64 * (i // call.q.shape[1]), i % call.q.shape[1], j),
+        says="The device's number and the query on it are hashed, so the mask depends on how long its part is.",
+        shows="mask",
+    ),
+    _plant_on_devices(
+        "by-number-of-devices",
+        lambda b, n, i, j, call: (b, n, i * jax.lax.axis_size("context"), j),
+        says="The number of devices changes the mask, though it is promised not to.",
+        shows="mask",
     ),
 )

@@ -3,7 +3,8 @@
 - By arrays: `jax.random.bernoulli` draws one array, and JAX differentiates the forward pass.
 - By counters: each pair hashes the key and its indices, and a backward pass written by hand draws again.
 
-With `read`, a kernel by counters takes a mask in place of a key, and reads it in both passes.
+With `read`, a kernel by counters takes a mask in place of a key, and reads it in both passes. `build_on_devices` hashes
+counters on several devices that share the sequence.
 """
 
 from __future__ import annotations
@@ -236,3 +237,26 @@ def build(name: str, steps: Steps, *, by_hand: bool, **declared: Any) -> Impleme
     vars(attention)["__signature__"] = signature.replace(parameters=parameters)
     declared = {"behind_mask": "finite", "empty_rows": "zero", **declared}
     return build_implementation(declare(**declared)(attention), name)
+
+
+def build_on_devices(name: str, steps: Steps, **declared: Any) -> Implementation:
+    """Build a kernel by counters for the queries of one device, which gets the keys of all devices."""
+
+    @declare(**{"context_axes": ("context",), "behind_mask": "finite", "dropout_mask": "places", **declared})
+    def attention(
+        q: Any, k: Any, v: Any, *, causal: bool = False, dropout_rate: Any = None, dropout_key: Any = None
+    ) -> Any:
+        gathered = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2).astype(jnp.float32) for x in gathered)
+        b, n, i, j = jnp.meshgrid(
+            *(jnp.arange(size) for size in (q.shape[0], q.shape[2], q.shape[1], k.shape[1])), indexing="ij", sparse=True
+        )
+        i = i + jax.lax.axis_index("context") * q.shape[1]
+        x = product("btnh,bsnh->bnts", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
+        p = jax.nn.softmax(jnp.where(i >= j, x, -1e30) if causal else x)
+        if dropout_rate:
+            call = Dropout(rate=dropout_rate, key=dropout_key, q=q, shape=p.shape, group=1)
+            p = steps.weights(p, steps.keeps(steps.word(*steps.indices(b, n, i, j, call), call), call), call)
+        return product("bnts,bsnv->btnv", p, v).astype(q.dtype)
+
+    return build_implementation(attention, name)
