@@ -122,7 +122,8 @@ class CallOperands:
     @property
     def drawn_dropout_mask(self) -> np.ndarray:
         """The mask that rate and key give, booleans `[B, N, T, S]`, true where a weight is kept."""
-        assert self.dropout_rate is not None and self.dropout_key is not None
+        assert self.dropout_rate is not None
+        assert self.dropout_key is not None
         seed = int(self.dropout_key[0]) << 32 | int(self.dropout_key[1])
         shape = (self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
         return counter_rng.draw_uniform(seed, "dropout_mask", shape) >= self.dropout_rate

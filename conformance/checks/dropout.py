@@ -229,7 +229,9 @@ def _check_mask(masks: _Masks, mask: np.ndarray) -> Iterator[Judgement]:
 def _check_same_key(masks: _Masks) -> Iterator[Judgement]:
     """Check that the same key drops the same weights in a program compiled anew, in another process if sandboxed."""
     fresh = masks.subject.executor.create_fresh(new_hashes=True)
-    yield _compare("mask", masks.see(masks.flat, fresh.forward), masks.flat_mask, masks.visible, "in a new program or process")
+    yield _compare(
+        "mask", masks.see(masks.flat, fresh.forward), masks.flat_mask, masks.visible, "in a new program or process"
+    )
 
 
 def _check_values(masks: _Masks) -> Iterator[Judgement]:
@@ -273,7 +275,9 @@ def _check_rate_one(masks: _Masks) -> Iterator[Judgement]:
     executor, problem = masks.subject.executor, dataclasses.replace(masks.subject.problem, dropout_rate=1.0)
     for where in ("", " outside jit"):
         try:
-            out = executor.run(call_sequences.run_eagerly, problem) if where else executor.forward(problem).values["out"]
+            out = (
+                executor.run(call_sequences.run_eagerly, problem) if where else executor.forward(problem).values["out"]
+            )
         except Exception as error:
             yield Judgement(observable="out", verdict=records.PASS, reason=kernel_errors.describe_kernel_error(error))
             return

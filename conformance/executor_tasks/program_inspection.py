@@ -25,7 +25,7 @@ with which JAX refuses this precision on this platform, or ""."""
 _OTHER_BACKENDS = ("tpu", "gpu")
 # Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
-# Primitives of a TPU's generator (`pltpu.prng_seed`, `pltpu.prng_random_bits`), and the dtypes of keys that it draws by.
+# Primitives of a TPU's generator (`pltpu.prng_seed`, `pltpu.prng_random_bits`), and the dtypes of its keys.
 _CHIP_GENERATORS = ("prng_seed", "prng_random_bits")
 _PALLAS_KEYS = ("key<pl>", "key<_pl_stateful>")
 

@@ -113,7 +113,14 @@ def test_shared_masks_are_declared_and_must_be_shared() -> None:
 def test_weights_are_seen_under_a_declared_order_of_terms() -> None:
     @declare(soft_cap="before_bias", empty_rows="mean", behind_mask="finite")
     def attention(
-        q: Any, k: Any, v: Any, *, soft_cap: Any = None, bias: Any = None, dropout_rate: Any = None, dropout_key: Any = None
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        soft_cap: Any = None,
+        bias: Any = None,
+        dropout_rate: Any = None,
+        dropout_key: Any = None,
     ) -> Any:
         x = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
         x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)

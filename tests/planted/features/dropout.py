@@ -126,13 +126,11 @@ def _read_heads_first(call: Dropout) -> Any:
 
 def _read_one_row_for_all(call: Dropout) -> Any:
     """Read the first batch row only if all heads share the mask."""
-    assert call.mask is not None
     return call.mask[:1] if call.mask.shape[1] == 1 else call.mask
 
 
 def _read_rows_with_kept_pairs(call: Dropout) -> Any:
     """Read a row without a kept pair as one that keeps all."""
-    assert call.mask is not None
     return call.mask | ~call.mask.any(axis=-1, keepdims=True)
 
 

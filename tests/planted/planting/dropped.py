@@ -32,13 +32,13 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """What steps read of a call: rate, key or mask, queries `[B, T, N, H]`, and how many query heads share a key head."""
+    """What steps read of a call: rate, key or mask, queries `[B, T, N, H]`, and how many query heads share a key."""
 
     rate: float
     key: Array
-    mask: Array | None = None  # [B or 1, N or 1, T, S], if the kernel takes a mask in place of a key
+    mask: Any = None  # [B or 1, N or 1, T, S], if the kernel takes a mask in place of a key
     q: Array
-    shape: tuple[int, int, int, int]  # (B, N, T, S)
+    shape: tuple[int, ...]  # (B, N, T, S)
     group: int
     backward: bool = False
     residuals: bool = False
