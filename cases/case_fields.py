@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from cases import moba_mask, quantization
+from cases import counter_rng, moba_mask, quantization
 from cases.masks import Mask
 from cases.score_functions import Score, TableScore
 from cases.storage_forms.storage_layout import Storage
@@ -76,7 +76,8 @@ class CallOperands:
     does not limit them; all other terms are added before it. The scale multiplies the `scaled_terms` too.
 
     With `dropout_rate`, an implementation drops weights at random (docs/contract.md, section 2). Which it drops is not
-    known before it is called: `kept_pairs` is None until then.
+    known before it is called: `kept_pairs` is None until then. A call that takes a mask in place of a key gets
+    `dropout_mask`, or if that is None `drawn_dropout_mask`.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -95,6 +96,7 @@ class CallOperands:
     logit_scale: np.ndarray | None = None  # [N]
     dropout_rate: float | None = None
     dropout_key: np.ndarray | None = None  # uint32 [2]
+    dropout_mask: np.ndarray | None = None  # booleans [B or 1, N or 1, T, S], true where a weight is kept
     kept_pairs: np.ndarray | None = None  # booleans [B, N, T, S]
     storage: Storage | None = None
     tied: bool = False
@@ -119,6 +121,15 @@ class CallOperands:
     def has_whole_scales(self) -> bool:
         """Whether all keys share one scale and all values another, so that the call gets the scales as numbers."""
         return self.kv_scales is not None and all(x.ndim == 0 for x in self.kv_scales)
+
+    @property
+    def drawn_dropout_mask(self) -> np.ndarray:
+        """The mask that rate and key give, booleans `[B, N, T, S]`, true where a weight is kept."""
+        assert self.dropout_rate is not None
+        assert self.dropout_key is not None
+        seed = int(self.dropout_key[0]) << 32 | int(self.dropout_key[1])
+        shape = (self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
+        return counter_rng.draw_uniform(seed, "dropout_mask", shape) >= self.dropout_rate
 
     @functools.cached_property
     def keys(self) -> np.ndarray:

@@ -34,6 +34,11 @@ def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> 
     return (raw % np.uint64(high)).astype(np.int64).reshape(shape)
 
 
+def draw_uniform(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw uniform values in `[0, 1)`, multiples of 2**-53, float64."""
+    return ((_draw_raw(seed, stream, math.prod(shape)) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+
 def draw_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw nearly normal values of mean 0 and variance 1, float64.
 

@@ -3,6 +3,9 @@
 The judge does not know the generator, but it sees the mask: if the values are one in one coordinate of one key, `out`
 is a row of the weights after dropout. With that mask the oracle computes results and gradients. So a mask that differs
 between passes, or that depends on the values, shows as wrong numbers.
+
+If the call takes a mask in place of a key, the mask that is seen must be the mask that was given. Its rate and
+independence are then those of the judge's own generator, and are not judged.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from typing import Any
 import numpy as np
 
 from cases.operand_values import Problem, draw_dropout_key, draw_problem
-from conformance.check_api.judgement import Judgement, add_label, build_unsupported, run_subcheck
+from conformance.check_api.judgement import Judgement, add_label, build_unsupported, catch_errors, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.forward import check_forward, check_primal, check_residuals
 from conformance.checks.gradients import check_gradients, check_gradients_lse
 from conformance.checks.problem_pair import ProblemPair
 from conformance.execution import kernel_errors, returned_values
-from conformance.execution.executor import Executor
-from conformance.executor_tasks import transformed_calls
+from conformance.execution.executor import Result
+from conformance.executor_tasks import call_sequences, program_inspection, sharded_calls, transformed_calls
 from conformance.truth import mask_statistics, oracle
+from conformance.truth.declared_formulas import reorder_terms
 from conformance.truth.mask_statistics import Surprise
 from reports import records
 
@@ -32,17 +36,34 @@ from reports import records
 _CALLS, _CALLS_INTERPRETED = 48, 8
 # A weight is seen as dropped if `out` has less than this share of what a kept one gives. A dropped weight gives zero.
 _SEEN_SHARE = 1 / 8
+_OTHER_DEVICES = 2  # of a call that several devices share, beside the four of all other calls
 
 
 def check_dropout(subject: Subject) -> Iterator[Judgement]:
     """Check results and gradients under the dropped weights, and the rate, the key and the independence of these."""
     if subject.problem.dropout_rate is None:
         return
+    if generator := _find_generator_elsewhere(subject):
+        reason = (
+            f"the generator cannot be interpreted here: the kernel draws by {generator!r}, which only a TPU computes. "
+            "JAX's interpreters refuse it or give zeros"
+        )
+        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
+        return
     masks = _Masks(subject)
     seen = subject.with_problem(masks.problem)
     yield from run_subcheck("results", lambda: _check_results(seen))
     for name, check in _LAWS.items():
         yield from run_subcheck(name, functools.partial(check, masks))
+
+
+def _find_generator_elsewhere(subject: Subject) -> str:
+    """Return the operation by which the call draws random numbers, if only a chip that is not here has it; else ""."""
+    if subject.executor.backend == "tpu":
+        return ""
+    drawn = subject.cotangents.get("random")
+    do = None if drawn is None else drawn.out
+    return subject.executor.run(program_inspection.find_chip_generator, subject.problem, do)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +82,11 @@ class _Masks:
         """The problem with queries and keys of zero, so that no weight is small."""
         problem = self.subject.problem
         return dataclasses.replace(problem, q=np.zeros_like(problem.q), k=np.zeros_like(problem.k))
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the call takes the mask in place of a key."""
+        return self.subject.implementation.dropout_mask == "given"
 
     @functools.cached_property
     def visible(self) -> np.ndarray:
@@ -85,9 +111,10 @@ class _Masks:
         """The mask of `flat`, booleans `[B, N, T, S]`."""
         return self.see(self.flat)
 
-    def see(self, problem: Problem, executor: Executor | None = None) -> np.ndarray:
+    def see(self, problem: Problem, forward: Callable[[Problem], Result] | None = None) -> np.ndarray:
         """See which weights are kept, booleans `[B, N, T, S]`, by values that are one in one coordinate of one key."""
-        executor = executor or self.subject.executor
+        forward = forward or self.subject.executor.forward
+        problem = reorder_terms(problem, self.subject.implementation.formulas)
         is_flat = problem.q is self.flat.q
         weights = self.flat_weights if is_flat else oracle.compute_weights(problem, self.subject.empty_rows)
         seen = np.empty(weights.shape)
@@ -96,7 +123,7 @@ class _Masks:
             values = np.zeros_like(problem.v)
             count = min(depth, weights.shape[-1] - first)
             values[:, first + np.arange(count), :, np.arange(count)] = 1
-            out = executor.forward(dataclasses.replace(problem, v=values)).values["out"]
+            out = forward(dataclasses.replace(problem, v=values)).values["out"]
             returned_values.check_shape("out", out, values.shape[:1] + problem.q.shape[1:3] + (depth,))
             seen[..., first : first + count] = out.transpose(0, 2, 1, 3)[..., :count].astype(np.float64)
         return ~(np.abs(seen) < _SEEN_SHARE * weights / (1 - (problem.dropout_rate or 0.0)))
@@ -140,11 +167,15 @@ def _check_results(subject: Subject) -> Iterator[Judgement]:
 
 def _check_rate(masks: _Masks) -> Iterator[Judgement]:
     """Check that weights are dropped at the rate: overall, and for each key, head, batch row, query and block."""
+    if masks.are_given:
+        return
     yield _judge_surprise("kept", mask_statistics.judge_rate(masks.many, masks.visible_of_many, masks.rate), "are kept")
 
 
 def _check_independence(masks: _Masks) -> Iterator[Judgement]:
     """Check that masks of other keys, heads, batch rows, queries and keys are independent."""
+    if masks.are_given:
+        return
     surprises = mask_statistics.judge_independence(masks.many, masks.visible_of_many, masks.rate)
     for name, surprise in zip(("masks", "places", "corners"), surprises, strict=True):
         yield _judge_surprise(name, surprise, "are alike")
@@ -169,25 +200,50 @@ def _check_shared(masks: _Masks) -> Iterator[Judgement]:
     for name, axis in (("batch", 0), ("heads", 1)):
         if name in masks.subject.implementation.dropout_shared:
             kept = masks.flat_mask
-            yield _compare(name, kept, np.take(kept, [0], axis=axis), masks.visible, f"other {name}")
+            yield _compare(name, kept, np.take(kept, [0], axis=axis), masks.visible, f"with other {name}")
+
+
+def _check_given(masks: _Masks) -> Iterator[Judgement]:
+    """Check that the weights of the mask that was given are dropped, also if it drops rows or broadcasts."""
+    if not masks.are_given:
+        return
+    drawn = masks.subject.problem.drawn_dropout_mask
+    yield _compare("mask", masks.flat_mask, drawn, masks.visible, "than by the mask that was given")
+    rows = drawn & (np.arange(drawn.shape[2]) % 3 != 1)[:, None]
+    given = {"rows": rows, "batch": drawn[:1], "heads": drawn[:, :1]}
+    for name, mask in given.items():
+        if name == "rows" or mask.shape != drawn.shape:
+            yield from add_label(name, catch_errors("all", functools.partial(_check_mask, masks, mask)))
+
+
+def _check_mask(masks: _Masks, mask: np.ndarray) -> Iterator[Judgement]:
+    """Check which weights are dropped by a mask, `[B or 1, N or 1, T, S]`, and results and gradients under it."""
+    seen = masks.see(dataclasses.replace(masks.flat, dropout_mask=mask))
+    yield _compare("mask", seen, mask, masks.visible, "than by the mask that was given")
+    problem = dataclasses.replace(masks.subject.problem, dropout_mask=mask)
+    subject = masks.subject.with_problem(dataclasses.replace(problem, kept_pairs=np.broadcast_to(mask, seen.shape)))
+    judged = itertools.chain(check_forward(subject), check_gradients(subject))
+    yield from (each for each in judged if each.verdict != records.UNSUPPORTED)
 
 
 def _check_same_key(masks: _Masks) -> Iterator[Judgement]:
-    """Check that the same key drops the same weights again, in a program that is compiled anew too."""
-    fresh = masks.subject.executor.create_fresh()
-    yield _compare("mask", masks.see(masks.flat, fresh), masks.flat_mask, masks.visible, "a second call")
+    """Check that the same key drops the same weights in a program compiled anew, in another process if sandboxed."""
+    fresh = masks.subject.executor.create_fresh(new_hashes=True)
+    yield _compare(
+        "mask", masks.see(masks.flat, fresh.forward), masks.flat_mask, masks.visible, "in a new program or process"
+    )
 
 
 def _check_values(masks: _Masks) -> Iterator[Judgement]:
     """Check that the mask does not depend on queries and keys."""
     assert masks.problem.kept_pairs is not None
-    yield _compare("mask", masks.flat_mask, masks.problem.kept_pairs, masks.visible, "queries and keys of zero")
+    yield _compare("mask", masks.flat_mask, masks.problem.kept_pairs, masks.visible, "with queries and keys of zero")
 
 
 def _compare(name: str, got: np.ndarray, expected: np.ndarray, visible: np.ndarray, change: str) -> Judgement:
     """Judge whether two masks are equal where they are visible."""
     wrong = int(((got != expected) & visible).sum())
-    reason = f"{wrong:,} of {int(visible.sum()):,} weights are dropped differently with {change}" if wrong else ""
+    reason = f"{wrong:,} of {int(visible.sum()):,} weights are dropped differently {change}" if wrong else ""
     return Judgement(observable=name, verdict=records.FAIL if wrong else records.PASS, reason=reason)
 
 
@@ -215,17 +271,21 @@ def _check_rate_zero(masks: _Masks) -> Iterator[Judgement]:
 
 
 def _check_rate_one(masks: _Masks) -> Iterator[Judgement]:
-    """Check that a rate of one is refused, or gives zeros."""
-    try:
-        out = masks.subject.executor.forward(dataclasses.replace(masks.subject.problem, dropout_rate=1.0)).values["out"]
-    except Exception as error:
-        yield Judgement(observable="out", verdict=records.PASS, reason=kernel_errors.describe_kernel_error(error))
-        return
-    wrong = int((out != 0).sum())
-    reason = (
-        f"{wrong:,} of {out.size:,} elements are not zero, {int(np.isnan(out).sum()):,} of them NaN" if wrong else ""
-    )
-    yield Judgement(observable="out", verdict=records.FAIL if wrong else records.PASS, reason=reason)
+    """Check that a rate of one is refused, or gives zeros, also outside `jit`, where XLA cannot remove a 0 / 0."""
+    executor, problem = masks.subject.executor, dataclasses.replace(masks.subject.problem, dropout_rate=1.0)
+    for where in ("", " outside jit"):
+        try:
+            out = (
+                executor.run(call_sequences.run_eagerly, problem) if where else executor.forward(problem).values["out"]
+            )
+        except Exception as error:
+            yield Judgement(observable="out", verdict=records.PASS, reason=kernel_errors.describe_kernel_error(error))
+            return
+        if wrong := int((out != 0).sum()):
+            reason = f"{wrong:,} of {out.size:,} elements{where} are not zero, {int(np.isnan(out).sum()):,} of them NaN"
+            yield Judgement(observable="out", verdict=records.FAIL, reason=reason)
+            return
+    yield Judgement(observable="out", verdict=records.PASS)
 
 
 def _check_eager(masks: _Masks) -> Iterator[Judgement]:
@@ -235,12 +295,13 @@ def _check_eager(masks: _Masks) -> Iterator[Judgement]:
 
 
 def _check_vmap(names: Sequence[str], masks: _Masks) -> Iterator[Judgement]:
-    """Check `vmap` over dropout keys, or over queries with one key: each call drops as it does alone."""
+    """Check `vmap` over dropout keys or masks, or over queries with one of them: each call drops as it does alone."""
     pair = _pair(masks)
     changed: dict[str, Any] = {name: getattr(pair.problems[1], name) for name in names}
     mixed = dataclasses.replace(pair.problems[0], **changed)
     problems = (pair.problems[0], dataclasses.replace(mixed, kept_pairs=masks.see(mixed)))
-    got = masks.subject.executor.run(transformed_calls.run_vmap_over, problems, names)
+    mapped = ("dropout_mask",) if masks.are_given and names == ("dropout_key",) else names
+    got = masks.subject.executor.run(transformed_calls.run_vmap_over, problems, mapped)
     yield pair.judge_out_for(got, problems, [masks.subject.expect(problem) for problem in problems])
 
 
@@ -280,8 +341,8 @@ def _check_variants(masks: _Masks) -> Iterator[Judgement]:
         return
     expected = masks.flat_mask
     for name in masks.subject.implementation.variants:
-        got = masks.see(masks.flat, masks.subject.executor.variant(name))
-        yield _compare(name, got, expected, masks.visible, f"the variant {name}")
+        got = masks.see(masks.flat, masks.subject.executor.variant(name).forward)
+        yield _compare(name, got, expected, masks.visible, f"with the variant {name}")
 
 
 def _check_places(masks: _Masks) -> Iterator[Judgement]:
@@ -301,13 +362,28 @@ def _check_places(masks: _Masks) -> Iterator[Judgement]:
     part = np.s_[: case.batch, :, : case.q_length, : case.kv_length]
     full = (larger.batch, larger.num_q_heads, larger.q_length, larger.kv_length)
     visible = masks.visible & np.broadcast_to(problem.allowed, full)[part]
-    yield _compare("mask", masks.see(problem)[part], masks.flat_mask, visible, "more rows, queries and keys")
+    yield _compare("mask", masks.see(problem)[part], masks.flat_mask, visible, "with more rows, queries and keys")
+
+
+def _check_devices(masks: _Masks) -> Iterator[Judgement]:
+    """Check that other numbers of devices that share the sequence drop the same weights, if places or a mask decide."""
+    declared, executor = masks.subject.implementation, masks.subject.executor
+    if declared.on_devices is None or declared.dropout_mask not in ("places", "given"):
+        return
+
+    def forward(problem: Problem) -> Result:
+        check_vma = declared.check_vma is True
+        return Result(executor.run(sharded_calls.run_on_devices, _OTHER_DEVICES, check_vma, problem, None))
+
+    change = f"on {_OTHER_DEVICES} devices"
+    yield _compare("mask", masks.see(masks.flat, forward), masks.flat_mask, masks.visible, change)
 
 
 _LAWS: dict[str, Callable[[_Masks], Iterator[Judgement]]] = {
     "rate": _check_rate,
     "independence": _check_independence,
     "shared": _check_shared,
+    "given": _check_given,
     "same_key": _check_same_key,
     "other_values": _check_values,
     "rate_zero": _check_rate_zero,
@@ -319,4 +395,5 @@ _LAWS: dict[str, Callable[[_Masks], Iterator[Judgement]]] = {
     "scan": _check_scan,
     "variants": _check_variants,
     "places": _check_places,
+    "devices": _check_devices,
 }

@@ -118,8 +118,12 @@ class Executor:
         options = environment.build_default_options()
         return None if options == self.options else Executor(self.implementation, options)
 
-    def create_fresh(self) -> Executor:
-        """Return an executor with the same implementation and options, and no compiled functions."""
+    def create_fresh(self, *, new_hashes: bool = False) -> Executor:
+        """Return an executor with the same implementation and options, and no compiled functions.
+
+        If tasks run in another process, this executor has a process of its own, in which with `new_hashes` the values
+        of Python's `hash` of text differ.
+        """
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
@@ -236,13 +240,20 @@ class Executor:
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         if problem.dropout_rate is not None:
-            statics["dropout_rate"], extra = problem.dropout_rate, {**extra, "dropout_key": problem.dropout_key}
+            statics["dropout_rate"], extra = problem.dropout_rate, {**extra, **self._choose_dropout(problem)}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.kv_scales is not None and problem.has_whole_scales:
             statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
         if problem.storage is not None:
             extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem.storage)}
         return statics, {**arrays, **extra}
+
+    def _choose_dropout(self, problem: Problem) -> Arrays:
+        """Return the array that decides which weights are dropped, by its keyword: a mask, or the key."""
+        if self.implementation.dropout_mask != "given":
+            return {"dropout_key": problem.dropout_key}
+        given = problem.dropout_mask
+        return {"dropout_mask": problem.drawn_dropout_mask if given is None else given}
 
 
 def _run_forward(executor: Executor, problem: Problem) -> Values:

@@ -49,7 +49,8 @@ from impls.contract.implementation import Implementation
 
 _MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
-_DROPOUT = ("dropout_rate", "dropout_key")  # parameters of dropout, which a function has both or none of
+# Parameters of dropout. A function has the rate and one of the others, or none of them.
+_DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
 _OPTIONS: tuple[str, ...] = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE))
 _OPTIONS += (*_DROPOUT, "save_residuals")
 
@@ -83,6 +84,8 @@ def build_implementation(
     if writes:
         known = plain_storage.list_writer_options(signature)
     parameters = _find_options(signature, name, known, operands)
+    if "dropout_key" in parameters:  # the key decides, so a mask gets nothing
+        parameters -= {"dropout_mask"}
     others = _list_others(signature, len(operands), parameters)
     declaration = get_declaration(function)
     captures = declaration.captures
@@ -109,6 +112,8 @@ def build_implementation(
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
+    if declaration.dropout_mask == "given" and "dropout_mask" not in parameters:
+        raise NotAnAttentionFunction(f"{name} declares dropout_mask='given', and takes no dropout_mask")
     if axes and form is not None:
         raise NotAnAttentionFunction(f"{name} declares context_axes, and stored operands have no axis of tokens")
 
@@ -160,7 +165,7 @@ def build_implementation(
         unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
         | (parameters & {"moba"})
-        | ({"dropout"} if parameters.issuperset(_DROPOUT) else set())
+        | ({"dropout"} if "dropout_rate" in parameters and parameters & {*_DROPOUT[1:]} else set())
         | ({"captures"} if captures else set())
         | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
@@ -178,7 +183,7 @@ def build_implementation(
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,
-        **declaration.select(Behaviour),
+        **{**declaration.select(Behaviour), **({"dropout_mask": "given"} if "dropout_mask" in parameters else {})},
         lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
         writes_pages=writes,

@@ -1,6 +1,7 @@
-"""The task of the check `program`: inspect the traced programs of the call, without running them.
+"""Tasks of the checks `program` and `dropout`: inspect the traced programs of the call, without running them.
 
-It finds the precision that matrix products request, and whether the program depends on the platform.
+They find the precision that matrix products request, whether the program depends on the platform, and whether it draws
+random numbers by a generator that exists on a chip only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ with which JAX refuses this precision on this platform, or ""."""
 _OTHER_BACKENDS = ("tpu", "gpu")
 # Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
+# Primitives of a TPU's generator (`pltpu.prng_seed`, `pltpu.prng_random_bits`), and the dtypes of its keys.
+_CHIP_GENERATORS = ("prng_seed", "prng_random_bits")
+_PALLAS_KEYS = ("key<pl>", "key<_pl_stateful>")
 
 
 def inspect_program(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[list[Product], bool, str]:
@@ -41,6 +45,25 @@ def inspect_program(executor: Executor, problem: Problem, do: np.ndarray | None)
     has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
     dependent = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
     return products, has_branches, next(dependent, "")
+
+
+def find_chip_generator(executor: Executor, problem: Problem, do: np.ndarray | None) -> str:
+    """Return the operation by which call or gradients draw random numbers on a TPU, or "" if there is none.
+
+    JAX's interpreters do not compute such operations: the slow one gives zeros, the fast one refuses them (JAX 0.10.2).
+    """
+    try:
+        traced = _trace_programs(executor, problem, do)
+    except Exception:  # ignored here: the check makes the same calls and reports the exception
+        return ""
+    return next(filter(None, map(_describe_chip_generator, iter_operations(traced))), "")
+
+
+def _describe_chip_generator(operation: Any) -> str:
+    """Return the name of an operation that draws by a TPU's generator, also through a key of Pallas; "" for others."""
+    name = operation.primitive.name
+    has_key = any(str(getattr(x.aval, "dtype", "")) in _PALLAS_KEYS for x in operation.invars)
+    return name if name in _CHIP_GENERATORS or (has_key and name == "random_bits") else ""
 
 
 def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[Any, ...]:

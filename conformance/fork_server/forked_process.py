@@ -1,7 +1,8 @@
 """Request processes from the fork server, and signal, wait for and release them. This is the client side.
 
 The fork server is a process that has loaded JAX and this project. The first request starts a server. A forked process
-may use the same server, if its specification says so (`ProcessSpec.may_fork`).
+may use the same server, if its specification says so (`ProcessSpec.may_fork`). All processes of one server hash text
+alike. A second server, which the first request for it starts, has other hashes.
 
 The server reports how each process ended. It ends a process when the requester releases the process, or itself ends.
 """
@@ -63,6 +64,7 @@ class ForkedProcess:
         environ: Mapping[str, str] | None = None,
         output: int | None = None,
         may_fork: bool = False,
+        new_hashes: bool = False,
     ) -> None:
         """Request the process, without waiting until it has begun.
 
@@ -74,6 +76,7 @@ class ForkedProcess:
           environ: the environment of the process; by default that of this process.
           output: a descriptor for the stdout and stderr of the process; by default those of this process.
           may_fork: whether the process itself may request processes from the fork server.
+          new_hashes: whether `hash` of text has other values in the process than in others.
         """
         spec = ProcessSpec(function, arguments, dict(os.environ if environ is None else environ), os.getcwd(), may_fork)
         self._connection, server_end = socket.socketpair()
@@ -85,7 +88,7 @@ class ForkedProcess:
             written.flush()
             written.seek(0)
             outputs = [_open_or_null(closing, number) if output is None else output for number in (1, 2)]
-            _send_request([server_end.fileno(), written.fileno(), *outputs, *pass_fds])
+            _send_request([server_end.fileno(), written.fileno(), *outputs, *pass_fds], new_hashes)
 
     @property
     def sentinel(self) -> socket.socket:
@@ -141,6 +144,7 @@ class _ServerConnection:
 
 
 _server: _ServerConnection | None = None
+_server_of_new_hashes: _ServerConnection | None = None
 # Each server that was started, with the id of the process that started it. A forked process inherits this list, and
 # must not end the servers of other processes.
 _started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
@@ -152,20 +156,37 @@ def start_server(preloaded: Sequence[str] = ()) -> None:
     if _server is not None and _server.import_environment != read_import_environment():
         _disconnect()
     if _server is None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            code = _SERVER_CODE.format(home=str(packages.HOME))
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", code, str(theirs.fileno()), *preloaded],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=visible_environment.filter_environment(os.environ),
-                start_new_session=True,
-            )
-        _started_servers.append((os.getpid(), process))
-        _server = _ServerConnection(ours, read_import_environment())
+        _server = _launch_server(preloaded, visible_environment.filter_environment(os.environ))
+
+
+def _launch_server(preloaded: Sequence[str], environ: Mapping[str, str]) -> _ServerConnection:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        code = _SERVER_CODE.format(home=str(packages.HOME))
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-P", "-c", code, str(theirs.fileno()), *preloaded],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environ,
+            start_new_session=True,
+        )
+    _started_servers.append((os.getpid(), process))
+    return _ServerConnection(ours, read_import_environment())
+
+
+def _find_server(new_hashes: bool) -> _ServerConnection:
+    """Return the connection to a server for the current environment, which is started if there is none."""
+    global _server_of_new_hashes
+    start_server()
+    assert _server is not None
+    if not new_hashes:
+        return _server
+    if _server_of_new_hashes is None:
+        environ = visible_environment.filter_environment(os.environ) | {"PYTHONHASHSEED": "random"}
+        _server_of_new_hashes = _launch_server((), environ)
+    return _server_of_new_hashes
 
 
 def has_server() -> bool:
@@ -198,11 +219,12 @@ def leave_server() -> None:
 
 
 def _disconnect() -> None:
-    """Close the connection to the fork server. Processes that it has forked for this process keep running."""
-    global _server
-    if _server is not None:
-        _server.requests.close()
-        _server = None
+    """Close the connections to fork servers. Processes that they have forked for this process keep running."""
+    global _server, _server_of_new_hashes
+    for one in (_server, _server_of_new_hashes):
+        if one is not None:
+            one.requests.close()
+    _server = _server_of_new_hashes = None
 
 
 @atexit.register
@@ -215,12 +237,11 @@ def end_server() -> None:
             process.wait()
 
 
-def _send_request(files: Sequence[int]) -> None:
+def _send_request(files: Sequence[int], new_hashes: bool) -> None:
     for is_first_try in (True, False):
-        start_server()
-        assert _server is not None
+        server = _find_server(new_hashes)
         try:
-            socket.send_fds(_server.requests, [b"+"], [_server.requests.fileno(), *files])
+            socket.send_fds(server.requests, [b"+"], [server.requests.fileno(), *files])
         except OSError:  # the server has ended unexpectedly: retry once with another server
             _disconnect()
             if not is_first_try:

@@ -119,6 +119,7 @@ class KernelProcess:
         sandbox: SandboxPolicy | None = None,
         *,
         reads_cache: bool = True,
+        new_hashes: bool = False,
     ) -> None:
         """Prepare the process of a kernel, without starting it.
 
@@ -126,10 +127,12 @@ class KernelProcess:
           first_handshake: the text of the kernel's first handshake, if another process of the judge received it.
           xla_flags: flags of XLA; None for those of the environment.
           reads_cache: whether the process may read programs that earlier runs compiled.
+          new_hashes: whether `hash` of text has other values in the process than in others.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
         self.name, self.limits = name, limits
-        self._first_handshake, self._xla_flags, self._reads_cache = first_handshake, xla_flags, reads_cache
+        self._first_handshake, self._xla_flags = first_handshake, xla_flags
+        self._reads_cache, self._new_hashes = reads_cache, new_hashes
         self._cache_folder = compilation_cache.find_cache_folder(name)
         self.files = loaded_files.LoadedFiles(name, parse_first_files(first_handshake))
         self._with_default_flags: KernelProcess | None = None
@@ -159,14 +162,15 @@ class KernelProcess:
             self._with_default_flags = self.create_fresh(environment.build_default_flags())
         return self._with_default_flags
 
-    def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
+    def create_fresh(self, xla_flags: str | None = None, *, new_hashes: bool = False) -> KernelProcess:
         """Return another process of the same kernel, under the same XLA flags unless others are given.
 
-        The process reads no programs of earlier runs. To the kernel, all such processes differ only by XLA's flags.
+        The process reads no programs of earlier runs. To the kernel, all such processes differ only by XLA's flags,
+        except those of `new_hashes`, in which `hash` of text has other values.
         """
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
-        other = KernelProcess(*arguments, flags, self._sandbox, reads_cache=False)
+        other = KernelProcess(*arguments, flags, self._sandbox, reads_cache=False, new_hashes=new_hashes)
         other.files = self.files
         return other
 
@@ -270,7 +274,8 @@ class KernelProcess:
 
     def _start(self) -> None:
         with interrupts.delay_signals():  # an interrupt between these lines would leave a process that nothing ends
-            running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
+            how = {"reads_cache": self._reads_cache, "new_hashes": self._new_hashes}
+            running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, **how)
             self._running.append(running)
         try:
             load_limits = dataclasses.replace(self.limits, timeout=max(self.limits.timeout, _MIN_LOAD_SECONDS))
@@ -317,7 +322,9 @@ def _end(running: list[_RunningProcess]) -> None:
 class _RunningProcess:
     """One started process of a kernel, with its pipes and its scratch folder."""
 
-    def __init__(self, cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy, *, reads_cache: bool) -> None:
+    def __init__(
+        self, cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy, *, reads_cache: bool, new_hashes: bool
+    ) -> None:
         self._sandbox = sandbox
         self._scratch, self._cache_folder = TemporaryFolder("kernel"), cache_folder if reads_cache else None
         if cache_folder is not None:
@@ -339,7 +346,12 @@ class _RunningProcess:
         child_pipes = (requests_end, answers, status)
         arguments = (self._scratch.path, limits.memory)
         self._process = ForkedProcess(
-            kernel_server.serve, *arguments, pass_fds=child_pipes, environ=environ, output=output
+            kernel_server.serve,
+            *arguments,
+            pass_fds=child_pipes,
+            environ=environ,
+            output=output,
+            new_hashes=new_hashes,
         )
         for pipe in (*child_pipes, output):
             os.close(pipe)

@@ -127,14 +127,14 @@ class SandboxedExecutor(Executor):
             return self._replace(self._process, options)
         return self._replace(self._process.with_default_flags(), None)
 
-    def create_fresh(self) -> Executor:
-        """Return an executor with the same options in a new process.
+    def create_fresh(self, *, new_hashes: bool = False) -> Executor:
+        """Return an executor with the same options in a new process, with `new_hashes` from another fork server.
 
         Processes cannot share an accelerator. There, the new executor compiles everything again in the same process.
         """
         if self.backend != "cpu":
             return self._replace(self._process, self.options, next(_GENERATIONS))
-        return self._replace(self._process.create_fresh(), self.options)
+        return self._replace(self._process.create_fresh(new_hashes=new_hashes), self.options)
 
     def _replace(
         self, process: KernelProcess, options: Mapping[str, bool | int] | None, generation: int = 0

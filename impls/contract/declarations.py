@@ -25,7 +25,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 _ATTRIBUTE = "__attention_conformance__"
 
 BehindMask = Literal["any", "finite"]
-DropoutMask = Literal["places", "shape", "blocks"]
+DropoutMask = Literal["places", "shape", "blocks", "given"]
 CausalFrom = Literal["start", "end"]
 EmptyRows = Literal["undefined", "zero", "mean"]
 NegativeIds = Literal["ids", "padding"]
@@ -208,7 +208,8 @@ class Behaviour:
         "shape",
         'what decides, beside the key, whether a weight is dropped: `"places"` if only its batch row, head, query and '
         'key do, so that it does not depend on the sizes of the call; `"shape"` if the sizes do too; `"blocks"` if '
-        "block sizes do",
+        'block sizes do. With `"given"` the caller decides, by a mask in place of the key; a plain function with the '
+        "parameter `dropout_mask` has it without declaring it",
         loosens='with `"blocks"`, variants with other block sizes may drop other weights',
     )
     dropout_shared: Collection[str] = declared(

@@ -111,6 +111,7 @@ def ring(
     empty_rows="mean",
     behind_mask="finite",
     open_sides="length",
+    dropout_shared=("batch", "heads"),
 )
 def attention(
     q: Any,
@@ -124,6 +125,8 @@ def attention(
     sinks: Any = None,
     bias: Any = None,
     scale: Any = None,
+    dropout_rate: float | None = None,
+    dropout_key: Any = None,
 ) -> Any:
     """`ejkernel.kernels._xla.attention`, which computes in `dtype` and documents that a bias replaces the mask.
 
@@ -143,6 +146,9 @@ def attention(
         dtype=q.dtype,
         causal=causal,
         sliding_window=window,
+        deterministic=not dropout_rate,
+        dropout_rng=dropout_key,
+        dropout_prob=dropout_rate or 0.0,
     )
     return out
 

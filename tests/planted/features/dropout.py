@@ -1,7 +1,7 @@
 """Bugs of dropout: which weights are dropped, by which key, at which rate, with which factor, and in which pass.
 
-Each is a step of one of the two kernels of `tests.planted.planting.dropped`: the one that draws an array, or the one
-that hashes counters and has a backward pass written by hand.
+Each is a step of one of the kernels of `tests.planted.planting.dropped`: the one that draws an array, or the one that
+hashes counters and has a backward pass written by hand, reads a mask that it is given, or runs on several devices.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from cases.case import Case
 from tests.bank import PlantedBug
-from tests.planted.planting.dropped import BLOCK, Dropout, Steps, build, hash_pairs, mix
+from tests.planted.planting.dropped import BLOCK, Dropout, Steps, build, build_on_devices, hash_pairs, mix
 
 _CALLS = itertools.count(1)
 
@@ -34,6 +35,7 @@ def _plant(
     says: str,
     reference: str = "inferred",
     shows: str = "out",
+    trigger: Callable[[Case], bool] = _drops,
     **declared: Any,
 ) -> PlantedBug:
     by_hand = steps.draw is None
@@ -44,13 +46,27 @@ def _plant(
         reference=reference,
         shows=tuple(shows.split()),
         build=functools.partial(build, f"dropout-{name}", steps, by_hand=by_hand, **declared),
-        trigger=_drops,
+        trigger=trigger,
         says=says,
     )
 
 
+def _drops_in_several_rows(case: Case) -> bool:
+    return _drops(case) and case.batch > 1
+
+
+def _plant_on_devices(name: str, indices: Any, says: str, shows: str) -> PlantedBug:
+    """Plant a bug of a kernel on several devices; the queries in the `Dropout` are those of one device."""
+    bug = _plant(name, _by_counters(indices=indices), kind="devices", says=says, shows=shows)
+    return dataclasses.replace(bug, build=functools.partial(build_on_devices, bug.name, _by_counters(indices=indices)))
+
+
 def _by_counters(**steps: Any) -> Steps:
     return Steps(draw=None, **steps)
+
+
+def _by_mask(read: Callable[[Dropout], Any] = lambda call: call.mask, **steps: Any) -> Steps:
+    return _by_counters(read=read, **steps)
 
 
 def _draw(call: Dropout, shape: tuple[int, ...], key: Any = None) -> Any:
@@ -100,6 +116,26 @@ def _hash_linearly(b: Any, n: Any, i: Any, j: Any, call: Dropout) -> Any:
 
 def _compare_signed(word: Any, call: Dropout) -> Any:
     return jax.lax.bitcast_convert_type(word, jnp.int32) >= np.int32(round(call.rate * 2**31))
+
+
+def _read_heads_first(call: Dropout) -> Any:
+    """Read the mask `[B, N, T, S]` as one of shape `[N, B, T, S]`."""
+    batch, heads, *places = call.shape
+    return jnp.broadcast_to(call.mask, call.shape).reshape(heads, batch, *places).swapaxes(0, 1)
+
+
+def _read_one_row_for_all(call: Dropout) -> Any:
+    """Read the first batch row only if all heads share the mask."""
+    return call.mask[:1] if call.mask.shape[1] == 1 else call.mask
+
+
+def _read_rows_with_kept_pairs(call: Dropout) -> Any:
+    """Read a row without a kept pair as one that keeps all."""
+    return call.mask | ~call.mask.any(axis=-1, keepdims=True)
+
+
+def _divide_by_share(p: Any, kept: Any, call: Dropout) -> Any:
+    return jnp.where(kept, p / kept.mean(), 0)
 
 
 def _blockwise(block: int, x: Any) -> Any:
@@ -394,5 +430,72 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="gradients",
         says="The gradient of the bias is that without dropout.",
         shows="dbias",
+    ),
+    _plant(
+        "given-mask-lost-in-backward",
+        _by_mask(lambda call: jnp.ones_like(call.mask) if call.backward else call.mask),
+        kind="given",
+        says="The backward pass does not get the mask, and keeps all weights.",
+        shows="dq dk dv",
+    ),
+    _plant(
+        "given-mask-inverted",
+        _by_mask(lambda call: ~call.mask),
+        kind="given",
+        says="True is read as dropped.",
+        shows="mask",
+    ),
+    _plant(
+        "given-mask-heads-first",
+        _by_mask(_read_heads_first),
+        kind="given",
+        says="The mask is read as if heads came before batch rows.",
+        shows="mask",
+        trigger=_drops_in_several_rows,
+    ),
+    _plant(
+        "given-mask-shared-by-heads-read-for-one-row",
+        _by_mask(_read_one_row_for_all),
+        kind="given",
+        says="If all heads share the mask, all batch rows get that of the first.",
+        shows="mask",
+        trigger=_drops_in_several_rows,
+    ),
+    _plant(
+        "given-mask-of-a-dropped-row-ignored",
+        _by_mask(_read_rows_with_kept_pairs),
+        kind="given",
+        says="A row whose weights are all dropped keeps them all.",
+        shows="mask",
+    ),
+    _plant(
+        "given-mask-factor-missing",
+        _by_mask(weights=lambda p, kept, call: jnp.where(kept, p, 0)),
+        kind="given",
+        says="Kept weights are not multiplied by 1 / (1 - rate).",
+    ),
+    _plant(
+        "given-mask-factor-of-the-share",
+        _by_mask(weights=_divide_by_share),
+        kind="given",
+        says="Kept weights are divided by the share of the mask that is kept, in place of 1 - rate.",
+    ),
+    _plant_on_devices(
+        "same-on-each-device",
+        lambda b, n, i, j, call: (b, n, i % call.q.shape[1], j),
+        says="Queries are counted from the first of their device, so all devices drop alike.",
+        shows="places corners",
+    ),
+    _plant_on_devices(
+        "by-device-and-local-query",
+        lambda b, n, i, j, call: (b, n + 64 * (i // call.q.shape[1]), i % call.q.shape[1], j),
+        says="The device's number and the query on it are hashed, so the mask depends on how long its part is.",
+        shows="mask",
+    ),
+    _plant_on_devices(
+        "by-number-of-devices",
+        lambda b, n, i, j, call: (b, n, i * jax.lax.axis_size("context"), j),
+        says="The number of devices changes the mask, though it is promised not to.",
+        shows="mask",
     ),
 )

@@ -2,12 +2,16 @@
 
 - By arrays: `jax.random.bernoulli` draws one array, and JAX differentiates the forward pass.
 - By counters: each pair hashes the key and its indices, and a backward pass written by hand draws again.
+
+With `read`, a kernel by counters takes a mask in place of a key, and reads it in both passes. `build_on_devices` hashes
+counters on several devices that share the sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +32,13 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """What steps read of a call: rate, key, queries `[B, T, N, H]`, and how many query heads share a key head."""
+    """What steps read of a call: rate, key or mask, queries `[B, T, N, H]`, and how many query heads share a key."""
 
     rate: float
     key: Array
+    mask: Any = None  # [B or 1, N or 1, T, S], if the kernel takes a mask in place of a key
     q: Array
-    shape: tuple[int, int, int, int]  # (B, N, T, S)
+    shape: tuple[int, ...]  # (B, N, T, S)
     group: int
     backward: bool = False
     residuals: bool = False
@@ -71,6 +76,7 @@ class Steps:
     rate: Step = lambda rate, call: rate
     key: Step = lambda key, call: key
     draw: Step | None = draw_bernoulli  # None: by counters
+    read: Step | None = None  # from the `Dropout` to the mask that was given
     indices: Step = lambda b, n, i, j, call: (b, n, i, j)
     word: Step = lambda b, n, i, j, call: hash_pairs(call, b, n, i, j)
     keeps: Step = exceeds_rate
@@ -85,7 +91,9 @@ class Steps:
 
 
 def draw(call: Dropout, steps: Steps) -> Array:
-    """Draw which pairs are kept, booleans `[B, N, T, S]`."""
+    """Draw which pairs are kept, booleans `[B, N, T, S]`, or read it."""
+    if steps.read is not None:
+        return jnp.broadcast_to(steps.read(call), call.shape)
     rate = steps.rate(call.rate, call)
     call = dataclasses.replace(call, rate=rate, key=steps.key(call.key, call))
     if steps.draw is not None:
@@ -142,7 +150,8 @@ def _run_by_hand(operands: Any, steps: Steps, rate: float, static: Any, **how: A
 def _build_call(operands: Any, rate: float, **how: Any) -> Dropout:
     q, k = operands["q"], operands["k"]
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return Dropout(rate=rate, key=operands["dropout_key"], q=q, shape=shape, group=q.shape[2] // k.shape[2], **how)
+    how = {**how, "key": operands["dropout_key"], "mask": operands["dropout_mask"]}
+    return Dropout(rate=rate, q=q, shape=shape, group=q.shape[2] // k.shape[2], **how)
 
 
 def _by_hand_fwd(operands: Any, steps: Steps, rate: float, static: Any) -> Any:
@@ -193,7 +202,6 @@ _by_hand.defvjp(_by_hand_fwd, _by_hand_bwd)
 def build(name: str, steps: Steps, *, by_hand: bool, **declared: Any) -> Implementation:
     """Build the implementation made of `steps`."""
 
-    @declare(**{"behind_mask": "finite", "empty_rows": "zero", **declared})
     def attention(
         q: Any,
         k: Any,
@@ -207,18 +215,48 @@ def build(name: str, steps: Steps, *, by_hand: bool, **declared: Any) -> Impleme
         scale: Any = None,
         dropout_rate: Any = None,
         dropout_key: Any = None,
+        dropout_mask: Any = None,
         save_residuals: bool = False,
     ) -> Any:
         operands = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
         options = {"scale": scale, "soft_cap": soft_cap, "mask": mask, "segment_ids": segment_ids}
         if not dropout_rate or not by_hand:
-            given = {**operands, "dropout_key": dropout_key}
+            given = {**operands, "dropout_key": dropout_key, "dropout_mask": dropout_mask}
             call = _build_call(given, dropout_rate, residuals=save_residuals) if dropout_rate else None
             out, lse, _ = _forward(operands, steps, call, options)
         else:
             static = (scale, soft_cap, save_residuals)
-            given = {**operands, "mask": mask, "segment_ids": segment_ids, "dropout_key": dropout_key}
+            given = {**operands, "mask": mask, "segment_ids": segment_ids}
+            given |= {"dropout_key": dropout_key, "dropout_mask": dropout_mask}
             out, lse = _by_hand(given, steps, dropout_rate, static)
         return (out, {"logsumexp": lse}) if save_residuals else out
+
+    signature = inspect.signature(attention)
+    lacks = "dropout_mask" if steps.read is None else "dropout_key"
+    parameters = [p for p in signature.parameters.values() if p.name != lacks]
+    vars(attention)["__signature__"] = signature.replace(parameters=parameters)
+    declared = {"behind_mask": "finite", "empty_rows": "zero", **declared}
+    return build_implementation(declare(**declared)(attention), name)
+
+
+def build_on_devices(name: str, steps: Steps, **declared: Any) -> Implementation:
+    """Build a kernel by counters for the queries of one device, which gets the keys of all devices."""
+
+    @declare(**{"context_axes": ("context",), "behind_mask": "finite", "dropout_mask": "places", **declared})
+    def attention(
+        q: Any, k: Any, v: Any, *, causal: bool = False, dropout_rate: Any = None, dropout_key: Any = None
+    ) -> Any:
+        gathered = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2).astype(jnp.float32) for x in gathered)
+        b, n, i, j = jnp.meshgrid(
+            *(jnp.arange(size) for size in (q.shape[0], q.shape[2], q.shape[1], k.shape[1])), indexing="ij", sparse=True
+        )
+        i = i + jax.lax.axis_index("context") * q.shape[1]
+        x = product("btnh,bsnh->bnts", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
+        p = jax.nn.softmax(jnp.where(i >= j, x, -1e30) if causal else x)
+        if dropout_rate:
+            call = Dropout(rate=dropout_rate, key=dropout_key, q=q, shape=p.shape, group=1)
+            p = steps.weights(p, steps.keeps(steps.word(*steps.indices(b, n, i, j, call), call), call), call)
+        return product("bnts,bsnv->btnv", p, v).astype(q.dtype)
 
     return build_implementation(attention, name)
