@@ -212,7 +212,7 @@ class RecordingExecutor(Executor):
     def with_default_flags(self) -> Executor:
         return RecordingExecutor(self.implementation, "default", self.order)
 
-    def create_fresh(self) -> Executor:
+    def create_fresh(self, *, new_hashes: bool = False) -> Executor:
         self.order.append(self.name)
         return RecordingExecutor(self.implementation, f"fresh {self.name}", self.order)
 
