@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -29,27 +29,31 @@ _REACH = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap."""
+    """Base class of score functions, which add a number to the logit, or have one as its soft cap."""
 
-    step: float  # a power of two
+    step: float  # the size of the number; a power of two if the function captures no array
     offset: int = 0  # `S - T`, which aligns the last query with the last key
     caps: ClassVar[bool] = False  # whether the number is a soft cap; otherwise it is added to the logit
+
+    def align_to(self, q_length: int, kv_length: int) -> Self:
+        """Return the score function for these lengths: the last query stands at the position of the last key."""
+        return dataclasses.replace(self, offset=kv_length - q_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormulaScore(Score):
+    """Base class of score functions that capture no array: the number is `step` times a whole number."""
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         """Compute the whole number, in the array library of the arguments."""
         raise NotImplementedError
 
-    def __call__(self, *given: Any) -> Any:
-        """Return the changed logit, in its dtype; `given` is the scaled logit `score`, and `b, n, i, j`."""
-        score, b, n, i, j = given
+    def __call__(self, score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
+        """Return the changed logit, in the dtype of the scaled logit `score`."""
         library = score.__array_namespace__()
         whole = self._compute_integer(library, b, n, i, j)
         number = (whole.astype(score.dtype) if hasattr(whole, "astype") else whole) * self.step
         return number * library.tanh(score / number) if self.caps else score + number
-
-    def align_to(self, q_length: int, kv_length: int) -> Score:
-        """Return the score function for these lengths: the last query stands at the position of the last key."""
-        return dataclasses.replace(self, offset=kv_length - q_length)
 
     def dense(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> np.ndarray:
         """Compute the number that is added to each logit, or its soft cap, `[B, N, T, S]` in float64."""
@@ -59,7 +63,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Relative(Score):
+class Relative(FormulaScore):
     """A bias by how far the key is behind the query, constant from `reach` on (Raffel et al., arXiv:1910.10683)."""
 
     reach: int
@@ -69,7 +73,7 @@ class Relative(Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Alibi(Score):
+class Alibi(FormulaScore):
     """A bias that falls with the distance of the key, with a slope for each query head (ALiBi, arXiv:2108.12409)."""
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -77,7 +81,7 @@ class Alibi(Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows(Score):
+class Rows(FormulaScore):
     """A bias that repeats every eight positions of distance, shifted by batch row and by query head."""
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -85,7 +89,7 @@ class Rows(Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cap(Score):
+class Cap(FormulaScore):
     """A soft cap that grows with how far the key is behind the query.
 
     It ranges from half its value at equal positions, for keys far ahead, to twice that value. Its derivative is not 1,
@@ -125,9 +129,8 @@ class TableScore(Score):
         """Return the array that the function captures, from a table `[L, N]`."""
         return table if self.num_entries > 1 else table[0]
 
-    def __call__(self, *given: Any) -> Any:
-        """Return the changed logit, in its dtype; `given` is the captured array, and what other functions take."""
-        leaf, score, _, n, i, j = given
+    def __call__(self, leaf: Any, score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
+        """Return the changed logit, in the dtype of the scaled logit `score`; `leaf` is the captured array."""
         library = score.__array_namespace__()
         number = leaf[n] if leaf.ndim == 1 else leaf[self.find_entries(library, i, j), n]
         number = number.astype(score.dtype)
@@ -205,7 +208,8 @@ class ThenCapped:
     def __call__(self, *given: Any) -> Any:
         """Return the changed logit, in its dtype; `given` is what the score function takes."""
         *_, score, _b, _n, _i, _j = given
-        found = score if self.score is None else self.score(*given)
+        function: Any = self.score
+        found = score if function is None else function(*given)
         return self.soft_cap * score.__array_namespace__().tanh(found / self.soft_cap)
 
 

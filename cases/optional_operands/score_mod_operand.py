@@ -30,7 +30,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 def _compute(problem: CallOperands, *, caps: bool) -> np.ndarray | None:
     score = problem.score_mod
-    if score is None or score.caps != caps or isinstance(score, score_functions.TableScore):
+    if not isinstance(score, score_functions.FormulaScore) or score.caps != caps:
         return None
     return score.dense(problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
 

@@ -18,7 +18,7 @@ from cases.case import Case
 from cases.case_id import matches_query
 from cases.grid import Grid, build_grid
 from cases.name_suggestions import suggest_or_list
-from cases.operand_registry import REMOVABLE, RESIDUALS
+from cases.operand_registry import FURTHER_RESULTS, REMOVABLE, RESIDUALS
 from cases.operand_values import Cotangent, Problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import NOBODY
@@ -224,7 +224,7 @@ class CaseData:
           ValueError: if it does not support the case; the message says why.
         """
         executor = self._build_executor(function)
-        run = executor.residuals if executor.implementation.residuals else executor.forward
+        run = executor.residuals if executor.implementation.has_residual_call else executor.forward
         results = dict(run(self.problem).values)
         if self.cotangents:
             gradients = executor.gradients(self.problem, Cotangent("random", self.cotangents["out"])).values
@@ -419,9 +419,9 @@ def _build_full_function(case: Case) -> Callable[..., Any]:
 
 
 def _name_results(results: Any) -> dict[str, Any]:
-    """Return results by name, from a mapping, an array, or what a function returns."""
+    """Return results by name, from a mapping, an array, or what a function returns, without its further results."""
     if isinstance(results, Mapping):
         return dict(results)
     if isinstance(results, tuple) and len(results) == 2 and isinstance(results[1], Mapping):
-        return {"out": results[0], **results[1]}
+        return {"out": results[0], **{name: x for name, x in results[1].items() if name not in FURTHER_RESULTS}}
     return {"out": results}

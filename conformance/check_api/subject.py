@@ -214,7 +214,11 @@ class Subject:
     @functools.cached_property
     def judged_residuals(self) -> np.ndarray:
         """Booleans `[B, N, T]`, true for the judged rows of residuals; empty rows only if they are declared `zero`."""
-        return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
+        return self.find_judged_residuals(self.problem)
+
+    def find_judged_residuals(self, problem: Problem) -> np.ndarray:
+        """Return booleans `[B, N, T]`, true for the judged rows of residuals on a problem."""
+        return (~problem.empty_rows | (self.implementation.empty_rows == "zero")) & problem.decided
 
     def find_judged_further(self, name: str, problem: Problem) -> np.ndarray:
         """Return booleans that broadcast to a further result, true where it is judged on a problem.
@@ -222,7 +226,7 @@ class Subject:
         The maximum of a head is not judged if a row of the head has several right results, or if all its rows are empty
         and such rows are not declared `zero`.
         """
-        judged = (~problem.empty_rows | (self.implementation.empty_rows == "zero")) & problem.decided
+        judged = self.find_judged_residuals(problem)
         if name != "head_max_logits":
             return judged[..., None]
         heads: np.ndarray = judged.any(axis=(0, 2)) & problem.decided.all(axis=(0, 2))

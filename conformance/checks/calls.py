@@ -262,7 +262,7 @@ def _check_own_maxima(pair: ProblemPair) -> Iterator[Judgement]:
 
     A maximum that is kept from the call before, or that begins at zero, is too large.
     """
-    subject, (usual, _) = pair.subject, pair.problems
+    subject, usual = pair.subject, pair.problems[0].without("score_mod")
     bias = None if usual.bias is None else -np.abs(usual.bias)
     low = dataclasses.replace(usual, q=np.abs(usual.q), k=-np.abs(usual.k), bias=bias)
     expected = subject.expect(low)

@@ -79,8 +79,8 @@ def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count
     """Judge the stacked residuals of the first `count` problems."""
     for name in set(results) & set(RESIDUALS):
         for got, problem, expected in zip(results[name], pair.problems[:count], pair.expected[:count], strict=True):
-            live = (~problem.empty_rows | (pair.subject.implementation.empty_rows == "zero")) & problem.decided
-            yield pair.subject.judge(name, got, expected.forward[name], live)
+            judged = pair.subject.find_judged_residuals(problem)
+            yield pair.subject.judge(name, got, expected.forward[name], judged)
     for n in range(count):
         mapped = {name: x[n] for name, x in results.items()}
         yield from judge_further(pair.subject, pair.problems[n], pair.expected[n], mapped)

@@ -118,7 +118,7 @@ def _describe_tolerances(case: Case, tolerances: Tolerances) -> list[str]:
     )
     for row in tolerances.rows():
         if row["dtype"] == case.dtype:
-            lines.append(f"  {row['observable']:<11} max {row['limit']:<5g} rms {row['rms_limit']:<5g} {row['source']}")
+            lines.append(f"  {row['observable']:<15} max {row['limit']:<5g} rms {row['rms_limit']:<5g} {row['source']}")
     return lines
 
 

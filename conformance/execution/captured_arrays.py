@@ -34,7 +34,7 @@ def bind_tables(implementation: Implementation) -> Implementation:
 
 
 class _TableCall(functools.partial[Any]):
-    """A call that gets `score_table` inside `score_mod`."""
+    """A call that gets `score_table` inside `score_mod`; a partial object, so that its signature is the call's own."""
 
     def __call__(self, *operands: Any, score_table: Any = None, **options: Any) -> Any:
         """Make the call with the table, if there is one, as the leaf of `score_mod`."""

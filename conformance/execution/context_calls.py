@@ -16,8 +16,13 @@ from impls.contract.declarations import TokenOrder
 _POSITIONAL = ("q", "k", "v")
 # The axis of tokens in each operand that has one, and of a second one, along which every device has all tokens.
 _TOKEN_AXES = {
-    **{"q": (1,), "k": (1,), "v": (1,), "segment_ids": (1,)},
-    **{"mask": (2, 3), "bias": (2, 3), "dropout_mask": (2, 3)},
+    "q": (1,),
+    "k": (1,),
+    "v": (1,),
+    "segment_ids": (1,),
+    "mask": (2, 3),
+    "bias": (2, 3),
+    "dropout_mask": (2, 3),
 }
 
 

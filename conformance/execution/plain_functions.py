@@ -89,7 +89,9 @@ def build_implementation(
     others = _list_others(signature, len(operands), parameters)
     declaration = get_declaration(function)
     captures = declaration.captures
-    if captures and (form is not None or not parameters.intersection(_FUNCTIONS)):
+    if captures and form is not None:
+        raise NotAnAttentionFunction(f"{name} declares captures, and stored operands have no functions of places")
+    if captures and not parameters.intersection(_FUNCTIONS):
         raise NotAnAttentionFunction(f"{name} declares captures, and has no parameter mask_mod or score_mod")
     # The parameters, and the arrays that `mask_mod` captures where the function has no parameter for them.
     reachable = parameters | ({"mask", "segment_ids"} if captures and "mask_mod" in parameters else set())
@@ -112,6 +114,11 @@ def build_implementation(
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
+    if "dropout_mask" in parameters and declaration.dropout_mask not in ("given", Behaviour.dropout_mask):
+        raise NotAnAttentionFunction(
+            f"{name} declares dropout_mask={declaration.dropout_mask!r}, and takes the mask itself: its caller decides "
+            "which weights are dropped"
+        )
     if declaration.dropout_mask == "given" and "dropout_mask" not in parameters:
         raise NotAnAttentionFunction(f"{name} declares dropout_mask='given', and takes no dropout_mask")
     if axes and form is not None:
@@ -233,7 +240,9 @@ def _append_soft_cap(score: Any, soft_cap: float) -> Any:
     """Return a score function followed by a soft cap; it may be None, or a `Partial` with the arrays it captures."""
     if score is None or isinstance(score, Score):
         return ThenCapped(score, soft_cap)
-    return type(score)(ThenCapped(score.func, soft_cap), *score.args)
+    from jax.tree_util import Partial  # imported late, since most uses of this module do not need JAX
+
+    return Partial(ThenCapped(score.func, soft_cap), *score.args)
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -128,9 +128,9 @@ def _compute_logits(
         x = x - jax.lax.stop_gradient(slopes).astype(dtype)[:, None, None] * distance.astype(dtype)
     slope: Any = 1.0
     if score_mod is not None:
-        score = functools.partial(score_mod, **dict(zip("bnij", _build_positions(x.shape), strict=True)))
+        places = _build_positions(x.shape)
         # A hidden logit may be NaN. Its derivative would be NaN, and stay NaN when multiplied by 0. So it is zeroed.
-        x, pullback = jax.vjp(lambda x: jnp.asarray(score(x), dtype), jnp.where(allowed, x, 0))
+        x, pullback = jax.vjp(lambda x: jnp.asarray(score_mod(x, *places), dtype), jnp.where(allowed, x, 0))
         (slope,) = pullback(jnp.ones_like(x))
     if soft_cap is None:
         return x, slope

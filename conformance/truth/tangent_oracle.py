@@ -39,7 +39,7 @@ from conformance.truth.roundoff import Roundoff, U
 from conformance.truth.running_error import BoundedNumber
 from impls.contract.declarations import Arithmetic, Formulas
 
-_PAIRWISE = ("dq", "dk", "dv", "dx", "dz")
+_ADDED_BY_NAME = ("dq", "dk", "dv", "dx", "dz")  # parameters of `Gradients.add`; all other gradients are by head
 Direction = Mapping[str, Array]
 """The tangents of the operands that move, by the operand's name; the others stay."""
 
@@ -100,7 +100,7 @@ def compute_gradient_tangents(
         found = moved.differentiate_gradients(cotangent)
         for total, part in ((values, "value"), (bounds, "error")):
             parts = {name: getattr(x, part) for name, x in found.items()}
-            by_head = {name: parts.pop(name) for name in tuple(parts) if name not in _PAIRWISE}
+            by_head = {name: parts.pop(name) for name in tuple(parts) if name not in _ADDED_BY_NAME}
             total.add(group, **parts, by_head=by_head)
     return {
         name: Bounded(x, bounds.arrays[name] + U * np.abs(x) + u.tiny * (bounds.arrays[name] > 0))

@@ -104,10 +104,15 @@ def test_a_declared_constant_has_no_gradient() -> None:
 def test_functions_are_split_from_arrays_and_joined() -> None:
     assert split_function(None) == (None, ())
     assert split_function(abs) == (abs, ())
-    fixed, captured = split_function(Partial(max, np.arange(3), np.ones(2, np.float16)))
+    fixed, captured = split_function(Partial(max, np.arange(3), 0.5, np.ones(2, np.float16)))
     assert [str(x.dtype) for x in captured] == ["int32", "float32"]
-    assert hash(fixed) == hash(split_function(Partial(max, np.zeros(3, int), np.ones(2, np.float16)))[0])
-    assert jax.tree.leaves(join_function(fixed, captured))[0] is captured[0]
+    same, other = (split_function(Partial(max, np.zeros(3, int), x, np.ones(2)))[0] for x in (0.5, 0.25))
+    assert fixed == same
+    assert hash(fixed) == hash(same)
+    assert fixed != other
+    leaves = jax.tree.leaves(join_function(fixed, captured))
+    assert leaves[0] is captured[0]
+    assert leaves[1] == 0.5
 
 
 def test_block_flash_takes_places_by_position_and_leaves_of_every_dtype() -> None:

@@ -1,4 +1,7 @@
-"""The bank: every planted bug there is."""
+"""The bank: the planted bugs that every check is measured on.
+
+Bugs of one check, of captured arrays and of further results are tried by the tests of these (`tests/checks`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ from tests.planted.computing import (
 from tests.planted.features import (
     alibi,
     caches,
-    captures,
     context,
     decode,
     dropout,
@@ -56,7 +58,6 @@ _MODULES = (
     alibi,
     logit_scale,
     functions,
-    captures,
     below_rounding,
     far_values,
     transformation_bugs,

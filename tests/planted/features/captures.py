@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from cases.case import Case
 from cases.score_functions import CAPTURED
 from conformance.execution.plain_functions import build_implementation
-from conformance.mutation.kernels.triggers import Trigger, both, grouped, has
+from conformance.mutation.kernels.triggers import Trigger, both, has
 from impls.contract.declarations import declare
 from impls.contract.implementation import Implementation
 from tests.bank import PlantedBug
@@ -86,7 +86,7 @@ def _of_first_row(pull_back: Any, dz: Any, dx: Any, start: Any) -> Any:
     return pull_back(dz.at[1:].set(0))
 
 
-def _of_kv_heads(pull_back: Any, dz: Any, dx: Any, start: Any) -> Any:
+def _of_even_heads(pull_back: Any, dz: Any, dx: Any, start: Any) -> Any:
     return jax.tree.map(lambda d: d.at[..., 1::2].set(0) if d.shape[-1] > 1 else d, pull_back(dz))
 
 
@@ -172,7 +172,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="attention-gym issue 20 (a captured bias has no gradient)",
     ),
     _by_hand(
-        "gradient-of-the-changed-logit",
+        "gradient-of-the-unchanged-logit",
         FlexSteps(pull_leaves=lambda pull_back, dz, dx, start: pull_back(dx)),
         kind="chain-rule",
         trigger=both(_trains, _bent),
@@ -197,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _by_hand(
         "gradient-of-every-second-head",
-        FlexSteps(pull_leaves=_of_kv_heads),
+        FlexSteps(pull_leaves=_of_even_heads),
         kind="heads",
         trigger=both(_trains, lambda case: case.num_q_heads > 1),
     ),
@@ -243,10 +243,10 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from pytorch PR 123902 (scores in the dtype of the operands)",
     ),
     _dense(
-        "array-of-the-key-head",
+        "array-of-the-even-head",
         _Change(score=lambda score: lambda x, b, n, i, j: score(x, b, n // 2 * 2, i, j)),
         kind="heads",
-        trigger=both(_captures, grouped),
+        trigger=both(_captures, lambda case: case.num_q_heads > 1),
     ),
     _dense(
         "array-of-the-first-call",

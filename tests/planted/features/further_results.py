@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cases.case import Case
 from cases.operand_registry import FURTHER_RESULTS
 from conformance.mutation.kernels.triggers import Trigger, both, grouped, has, masked, sixteen_bits
 from tests.bank import PlantedBug
@@ -21,7 +22,7 @@ from tests.planted.planting.source_change import Change, build_changed
 
 _QK_CLIP = "inferred from QK-clip (arXiv:2507.20534), which scales projections by the largest logit of each head"
 _RETURNED = "inferred from layers that return their attention scores"
-_bug = functools.partial(PlantedBug, family="further_results")
+_bug = functools.partial(PlantedBug, family="further results")
 
 
 def _any(case: Any) -> bool:
@@ -103,7 +104,9 @@ def _swap_heads(rows: Rows) -> Any:
     return rows.p.reshape(batch, heads // rows.group, rows.group, *pairs).swapaxes(1, 2).reshape(rows.p.shape)
 
 
-_several_rows: Trigger = lambda case: case.batch > 1  # noqa: E731
+def _several_rows(case: Case) -> bool:
+    return case.batch > 1
+
 
 BUGS: tuple[PlantedBug, ...] = (
     _plant(
