@@ -185,7 +185,7 @@ FEATURES: dict[str, str] = {
     **mask_spec.FEATURES,
     **{operand.name: operand.description for operand in REMOVABLE},
     "captures": "functions of places that capture arrays",
-    "dropout": "weights dropped at random, by a key",
+    "dropout": "weights dropped at random, by a key or a mask",
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
     **form_registry.FEATURES,

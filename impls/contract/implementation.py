@@ -11,7 +11,7 @@ Its operands are those of `cases.operand_registry`, which has their shapes, and 
 returns `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`. Residuals map `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`, and have the `further_results` too. An opt-in operand is a parameter only of
 calls that offer it: `kv_scales` with k and v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and
-`score_mod`, a function `(score, b, n, i, j) -> score`.
+`score_mod`, a function `(score, b, n, i, j) -> score`, which with `captures` may be a `jax.tree_util.Partial`.
 
 An implementation may also offer `parts`: attention over some of the keys that is not normalised, to be merged with
 parts over the other keys (docs/contract.md, section 4):
