@@ -36,31 +36,49 @@ _LEVELS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Gradients of captured arrays are told from wrong ones best in f32, so each function has all masks and heads there.
+_CAPTURES = (*((name, "f32") for name in CAPTURED), *zip(CAPTURED, ("bf16", "f16", "bf16"), strict=True))
+
+
 @functools.cache
 def build_operand_model(operand: OptionalOperand) -> Model:
     """Build the model whose cases all have `operand`."""
-    return _build_model({operand.field: operand.levels[:1]})
+    fixed = {operand.field: operand.levels[0]}
+    axes = (Axis("lengths", _LENGTHS), *_list_axes(operand.field))
+    return Model(axes, feature_model.are_compatible, functools.partial(_assemble, fixed), strongest=3)
 
 
 @functools.cache
 def build_capture_model() -> Model:
-    """Build the model whose cases all have a score function that captures an array."""
-    return _build_model({"score": CAPTURED, "alibi": (False,)})
+    """Build the model whose cases all have a score function that captures an array, and gradients."""
+
+    def expand(levels: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the level of the axis `score` by the score function and the dtype that it stands for."""
+        score, dtype = levels.get("score", (None, "f32"))
+        return {**levels, "score": score, "dtype": dtype}
+
+    lengths = tuple(level for level in _LENGTHS if level.phase == "train")
+    axes = (Axis("lengths", lengths), Axis("score", _CAPTURES), *_list_axes("score", "alibi", "dtype"))
+    return Model(
+        axes,
+        lambda levels: feature_model.are_compatible(expand(levels)),
+        lambda levels, seed: _assemble({}, expand(levels), seed),
+        strongest=3,
+    )
 
 
-def _build_model(fields: Mapping[str, tuple[Any, ...]]) -> Model:
-    """Build the model whose cases have the given levels in these fields."""
-    axes = [Axis("lengths", _LENGTHS)]
+def _list_axes(*left_out: str) -> tuple[Axis, ...]:
+    """List the axes of `cases.feature_model` other than lengths, caches and those left out, with fewer levels."""
+    axes = []
     for axis in feature_model.AXES[1:]:
         levels = _LEVELS.get(axis.name, axis.levels)
-        if axis.name not in ("kv_cache", "own_window", *fields):
+        if axis.name not in ("kv_cache", "own_window", *left_out):
             combined = axis.combined if axis.combined in levels else None
             axes.append(dataclasses.replace(axis, levels=levels, combined=combined))
-    axes += [Axis(field, levels) for field, levels in fields.items() if len(levels) > 1]
+    return tuple(axes)
+
+
+def _assemble(fixed: Mapping[str, Any], levels: Mapping[str, Any], seed: int) -> Case:
+    """Build the case of these levels; axes that are not there have their first level."""
     missing = {axis.name: axis.levels[0] for axis in feature_model.AXES}
-    fixed = {field: levels[0] for field, levels in fields.items() if len(levels) == 1}
-
-    def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-        return dataclasses.replace(feature_model.assemble({**missing, **levels}, seed), **fixed)
-
-    return Model(tuple(axes), feature_model.are_compatible, assemble, strongest=3)
+    return dataclasses.replace(feature_model.assemble({**missing, **levels}, seed), **fixed)

@@ -207,10 +207,10 @@ def _check_given(masks: _Masks) -> Iterator[Judgement]:
     """Check that the weights of the mask that was given are dropped, also if it drops rows or broadcasts."""
     if not masks.are_given:
         return
-    drawn = masks.subject.problem.drawn_dropout_mask
+    drawn = masks.subject.executor.draw_dropout_mask(masks.subject.problem)
     yield _compare("mask", masks.flat_mask, drawn, masks.visible, "than by the mask that was given")
     rows = drawn & (np.arange(drawn.shape[2]) % 3 != 1)[:, None]
-    given = {"rows": rows, "batch": drawn[:1], "heads": drawn[:, :1]}
+    given = {"rows": rows, "batch": drawn[:1], "heads": drawn[:, :1], "batch_and_heads": drawn[:1, :1]}
     for name, mask in given.items():
         if name == "rows" or mask.shape != drawn.shape:
             yield from add_label(name, catch_errors("all", functools.partial(_check_mask, masks, mask)))

@@ -253,7 +253,12 @@ class Executor:
         if self.implementation.dropout_mask != "given":
             return {"dropout_key": problem.dropout_key}
         given = problem.dropout_mask
-        return {"dropout_mask": problem.drawn_dropout_mask if given is None else given}
+        return {"dropout_mask": self.draw_dropout_mask(problem) if given is None else given}
+
+    def draw_dropout_mask(self, problem: Problem) -> np.ndarray:
+        """Draw the mask for a call that takes one, of length 1 along the axes that are declared as shared."""
+        mask, shared = problem.drawn_dropout_mask, self.implementation.dropout_shared
+        return mask[: 1 if "batch" in shared else None, : 1 if "heads" in shared else None]
 
 
 def _run_forward(executor: Executor, problem: Problem) -> Values:

@@ -84,10 +84,12 @@ def build_implementation(
     if writes:
         known = plain_storage.list_writer_options(signature)
     parameters = _find_options(signature, name, known, operands)
-    if "dropout_key" in parameters:  # the key decides, so a mask gets nothing
-        parameters -= {"dropout_mask"}
-    others = _list_others(signature, len(operands), parameters)
     declaration = get_declaration(function)
+    if parameters.issuperset(_DROPOUT):  # the key decides, so a mask gets nothing, unless it is declared
+        parameters -= {"dropout_key" if declaration.dropout_mask == "given" else "dropout_mask"}
+    if "dropout_rate" not in parameters or not parameters & {*_DROPOUT[1:]}:
+        parameters -= {*_DROPOUT}  # one without the other drops nothing
+    others = _list_others(signature, len(operands), parameters)
     captures = declaration.captures
     if captures and form is not None:
         raise NotAnAttentionFunction(f"{name} declares captures, and stored operands have no functions of places")
@@ -172,7 +174,7 @@ def build_implementation(
         unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
         | (parameters & {"moba"})
-        | ({"dropout"} if "dropout_rate" in parameters and parameters & {*_DROPOUT[1:]} else set())
+        | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
         | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
