@@ -28,7 +28,7 @@ from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESI
 from cases.operand_values import draw_problem
 from cases.parameter_names import is_tuning
 from cases.quantization import PAGES_HOLD
-from cases.score_functions import Score, ThenCapped
+from cases.score_functions import FormulaScore, Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
@@ -137,7 +137,7 @@ def build_implementation(
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
         formulas = {n: given[n] for n in _FUNCTIONS if n in given}
-        given |= {n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | Score | ThenCapped)}
+        given |= {n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | FormulaScore | ThenCapped)}
         if captures:
             from conformance.execution.captured_arrays import capture_arrays  # imports JAX
 
@@ -248,7 +248,7 @@ def _append_soft_cap(score: Any, soft_cap: float) -> Any:
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _build_closure(formula: MaskFunction | Score | ThenCapped) -> Callable[..., Any]:
+def _build_closure(formula: MaskFunction | FormulaScore | ThenCapped) -> Callable[..., Any]:
     """Return a function of places as users write it: a closure. Equal formulas give the same closure.
 
     All closures have one code object, so a kernel that takes functions of the same code for the same is found out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from cases.case_id import parse_case_id
 from cases.masks import Causal, Full, Mask, Window
 from cases.masks.mask_functions import MaskFunction
+from cases.operand_values import draw_problem
 from cases.score_functions import Alibi
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
@@ -301,3 +304,35 @@ def test_a_result_in_another_dtype_fails_as_out_and_its_gradients_are_judged() -
     for record in found:
         assert (record.verdict == FAIL) == (record.observable == "out"), record
         assert record.verdict == PASS or "dtype is float32, must be that of q, bfloat16" in record.reason
+
+
+@pytest.mark.parametrize(
+    ("declared", "array", "left_out"),
+    [({}, "dropout_key", "dropout_mask"), ({"dropout_mask": "given"}, "dropout_mask", "dropout_key")],
+)
+def test_of_key_and_mask_one_decides_what_is_dropped(declared: Any, array: str, left_out: str) -> None:
+    @declare(**declared)
+    def both(
+        q: Any, k: Any, v: Any, *, dropout_rate: Any = 0.0, dropout_key: Any = None, dropout_mask: Any = None
+    ) -> Any:
+        """Take both."""
+
+    implementation = build_implementation(both, "both")
+    assert "dropout" in implementation.offers
+    assert implementation.unasked == (left_out,)
+    problem = draw_problem(parse_case_id("train/f32/B1.T8.S8.N1.K1.H8.V8/full/dropout0.25/normal/s0"))
+    assert array in Executor(implementation).arguments(problem)[1]
+
+
+@pytest.mark.parametrize("alone", ["dropout_rate", "dropout_key", "dropout_mask"])
+def test_a_parameter_of_dropout_alone_is_named_as_never_called(alone: str) -> None:
+    def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Take one of the parameters."""
+
+    kinds = inspect.Parameter
+    parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in "qkv"]
+    named = inspect.Signature([*parameters, kinds(alone, kinds.KEYWORD_ONLY, default=None)])
+    vars(attention)["__signature__"] = named
+    implementation = build_implementation(attention, "alone")
+    assert "dropout" not in implementation.offers
+    assert implementation.unasked == (alone,)
