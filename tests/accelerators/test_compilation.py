@@ -248,7 +248,8 @@ def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytes
     monkeypatch.setattr(native_compilation, "compile_for", lambda *program: {})
     plain = implementation_registry.find_implementation("dot_product")
     gpu = Accelerator(platform="gpu", native=plain.call)
-    bare = dataclasses.replace(plain, residuals=frozenset(), differentiable_residuals=frozenset(), accelerator=gpu)
+    none: dict[str, Any] = dict.fromkeys(("residuals", "differentiable_residuals", "further_results"), frozenset())
+    bare = dataclasses.replace(plain, **none, accelerator=gpu)
     case = parse_case_id("prefill/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s0")
     found = list(compiles.check_compiles(Subject(Executor(bare), case, Settings().tolerances)))
     assert [(judgement.observable, judgement.verdict) for judgement in found] == [("chip.forward", PASS)]

@@ -75,7 +75,7 @@ def make_many(count: int) -> list[Record]:
                 implementation=f"kernel_{i % 6}",
                 case=f"train/bf16/B2.T{i}.S128.N4.K2.H64.V64/causal/seg/cap30/sinks/normal/s{i}",
                 check=("forward", "gradients", "poison", "transforms")[i % 4],
-                observable=OBSERVABLES[i % len(OBSERVABLES)],
+                observable=OBSERVABLES[i % 9],
                 dtype=("f32", "bf16", "f16")[i % 3],
                 features=("causal", f"feature-{i % 17}"),
                 verdict=verdict,
