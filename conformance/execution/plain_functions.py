@@ -137,7 +137,9 @@ def build_implementation(
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
         formulas = {n: given[n] for n in _FUNCTIONS if n in given}
-        given |= {n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | FormulaScore | ThenCapped)}
+        given |= {
+            n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | FormulaScore | ThenCapped)
+        }
         if captures:
             from conformance.execution.captured_arrays import capture_arrays  # imports JAX
 
