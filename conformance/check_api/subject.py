@@ -229,8 +229,8 @@ class Subject:
         judged = self.find_judged_residuals(problem)
         if name != "head_max_logits":
             return judged[..., None]
-        heads: np.ndarray = judged.any(axis=(0, 2)) & problem.decided.all(axis=(0, 2))
-        return heads
+        heads = judged.any(axis=(0, 2)) & problem.decided.all(axis=(0, 2))
+        return np.asarray(heads)
 
     def begin_forward(self) -> None:
         """Start the forward calls ahead of time, if the executor runs them in another process."""

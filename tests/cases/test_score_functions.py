@@ -20,7 +20,7 @@ from cases.case_id import parse_case_id
 from cases.mask_spec import KINDS
 from cases.masks import Causal, Dense, Lengths, MaskFunction, Window, has_formula
 from cases.operand_values import draw_problem
-from cases.score_functions import LEVELS, Score, ThenCapped
+from cases.score_functions import LEVELS, FormulaScore, Score, ThenCapped
 
 B, N, T, S = 3, 4, 12, 20
 _SIZES = (B, N, T, S)
@@ -43,8 +43,10 @@ def each() -> Iterator[Places]:
     return itertools.product(range(B), range(N), range(T), range(S))
 
 
-def score_of(level: str, spread: float = 1.0) -> Score:
-    return score_functions.build_score(level, num_q_heads=N, q_length=T, kv_length=S, spread=spread)
+def score_of(level: str, spread: float = 1.0) -> FormulaScore:
+    score = score_functions.build_score(level, num_q_heads=N, q_length=T, kv_length=S, spread=spread)
+    assert isinstance(score, FormulaScore)
+    return score
 
 
 def meant(score: Score, x: float, b: int, n: int, i: int, j: int) -> float:
@@ -79,9 +81,9 @@ def test_a_score_is_its_formula_for_every_row_head_query_and_key(level: str) -> 
 def test_what_a_score_adds_is_a_number_of_f32_and_of_the_size_of_the_logits(level: str, spread: float) -> None:
     for q_length, kv_length in ((128, 128), (1, 1500), (384, 100)):
         sizes = {"q_length": q_length, "kv_length": kv_length}
-        dense = score_functions.build_score(level, num_q_heads=6, **sizes, spread=spread).dense(
-            3, 6, q_length, kv_length
-        )
+        score = score_functions.build_score(level, num_q_heads=6, **sizes, spread=spread)
+        assert isinstance(score, FormulaScore)
+        dense = score.dense(3, 6, q_length, kv_length)
         assert (dense.astype(np.float32) == dense).all()
         assert 0.5 <= np.abs(dense).max() / max(1.0, spread / 2) <= 8
         assert np.ptp(dense) > 0.5
