@@ -183,7 +183,7 @@ def _list_batch_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     return cases if declared else cases[:1]
 
 
-def _list_plain(grid: Grid) -> tuple[Case, ...]:
+def _list_plainest(grid: Grid) -> tuple[Case, ...]:
     """List the plainest case of a grid, and the plain ones with another score function."""
     first = grid.singles[:1]
     return tuple(case for case in grid.singles if case in first or case.score != first[0].score)
@@ -325,7 +325,10 @@ DECLINED = Scope(
 FEATURE = _build_scope(
     "feature",
     "one plain case for each supported argument and mask",
-    lambda grids: (*grids.grid.singles[1:], *(case for grid in grids.operand_grids for case in _list_plain(grid))),
+    lambda grids: (
+        *grids.grid.singles[1:],
+        *(case for grid in grids.operand_grids for case in _list_plainest(grid)),
+    ),
     accepts_any_case=_accept_any,
     short=True,
 )

@@ -223,8 +223,8 @@ class Subject:
     def find_judged_further(self, name: str, problem: Problem) -> np.ndarray:
         """Return booleans that broadcast to a further result, true where it is judged on a problem.
 
-        The maximum of a head is not judged if a row of the head has several right results, or if all its rows are empty
-        and such rows are not declared `zero`.
+        The maximum of a head is not judged if a row of the head has several right results. Nor is it judged if all its
+        rows are empty and such rows are not declared `zero`.
         """
         judged = self.find_judged_residuals(problem)
         if name != "head_max_logits":

@@ -1,7 +1,7 @@
 """Tasks of the checks `program` and `dropout`: inspect the traced programs of the call, without running them.
 
-They find the precision that matrix products request, whether the program depends on the platform, and whether it draws
-random numbers by a generator that exists on a chip only.
+They find the precision that matrix products request, and whether the program depends on the platform. They also find
+whether it draws random numbers by a generator that exists on a chip only.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _in_sixteen_bits(total: Any, found: Any, start: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What becomes of the functions before they are called; and of the indices that the mask is called with."""
+    """Changes of the functions before they are called."""
 
     score: Callable[[Any], Any] = lambda score: score
     mask: Callable[[Any], Any] = lambda mask: mask
