@@ -19,10 +19,11 @@ import numpy as np
 
 from cases import front_ends, mask_spec, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
+from cases.masks import Mask, Tree, iter_leaves
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
-from cases.storage_forms.mask_sides import find_kv_lengths, find_sides
+from cases.storage_forms.mask_sides import Sides, find_kv_lengths, find_sides, sees_no_later_key
 from cases.storage_forms.storage_form import StorageSpec
 
 
@@ -59,9 +60,11 @@ class Case(CaseFields):
             self.steps  # noqa: B018  raises for impossible steps
             spec = self.stored  # raises for impossible storage
             mask_spec.parse_mask_spec(self.mask)
-            mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+            self._build_mask()
             if spec is not None:
-                form_registry.FORMS[spec.form].check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
+                form = form_registry.FORMS[spec.form]
+                if not form.takes_masks or self._find_sides() != Sides():  # without a mask, queries have no position
+                    form.check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
         except ValueError as error:
             raise CaseIdError(str(error)) from error
 
@@ -104,8 +107,7 @@ class Case(CaseFields):
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
         """The number of keys of each sequence: the lengths of the mask if it has lengths, otherwise `S`."""
-        mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        return find_kv_lengths(mask, self.batch, self.kv_length)
+        return find_kv_lengths(self._build_mask(), self.batch, self.kv_length)
 
     @property
     def id(self) -> str:
@@ -141,9 +143,11 @@ class Case(CaseFields):
         # A storage form that leaves queries and keys in place takes the same masks as dense operands.
         spec = self.stored
         is_dense = spec is None or form_registry.FORMS[spec.form].is_dense
-        found += mask_spec.list_mask_features(self.mask) if is_dense else self._list_sides()
+        found += mask_spec.list_mask_features(self.mask) if is_dense else self._list_stored_mask_features()
         if spec is not None:
             found.append(spec.form)
+        if spec is not None and not is_dense and self.segments is not None:
+            found.append("packed_segments")
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.score in score_functions.CAPTURED:
             found.append("captures")
@@ -158,18 +162,26 @@ class Case(CaseFields):
             found += [f"kv_{kind}", f"kv_{by}_scales"]
         return tuple(found)
 
-    def _list_sides(self) -> tuple[str, ...]:
+    def _list_stored_mask_features(self) -> tuple[str, ...]:
         """Return the mask features of a case with stored operands, without those of key lengths.
 
-        Each stored sequence has a length of its own anyway. So only the window around a query's position counts.
+        Each stored sequence has a length of its own anyway. So only the mask around a query's position counts.
         """
-        mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        seen = find_sides(mask, self.q_length, self.kv_length)
+        assert self.stored is not None
+        mask, seen = self._build_mask(), self._find_sides()
+        found: tuple[str, ...] = ("window",)
         if seen is None:
-            return tuple(mask_spec.list_mask_features(self.mask))
-        if seen.left is None and seen.right in (None, 0):
-            return ("causal" if seen.is_causal else "full",)
-        return ("window",)
+            found = ("tree",) if any(isinstance(leaf, Tree) for leaf in iter_leaves(mask)) else ("placed",)
+        elif seen.left is None and seen.right in (None, 0):
+            found = ("causal" if seen.is_causal else "full",)
+        is_causal = sees_no_later_key(mask) if seen is None else seen.is_causal
+        return found if is_causal or not form_registry.FORMS[self.stored.form].is_cache else (*found, "later_pages")
+
+    def _build_mask(self) -> Mask:
+        return mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+
+    def _find_sides(self) -> Sides | None:
+        return find_sides(self._build_mask(), self.q_length, self.kv_length)
 
 
 FEATURES: dict[str, str] = {
@@ -189,6 +201,8 @@ FEATURES: dict[str, str] = {
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
     **form_registry.FEATURES,
+    "later_pages": "paged calls that are not causal: queries see keys after their own position",
+    "packed_segments": "segment ids inside packed sequences",
     "kv_int8": "keys and values stored as int8, with scales",
     "kv_int4": "keys and values stored as int4, with scales",
     "kv_fp8": "keys and values stored as float8_e4m3fn, with scales",
@@ -202,7 +216,7 @@ OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURE
 
 OPT_IN = (
     mask_spec.OPT_IN
-    | {"captures", "dropout"}
+    | {"captures", "dropout", "later_pages", "packed_segments"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)

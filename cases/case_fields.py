@@ -15,6 +15,7 @@ import numpy as np
 from cases import counter_rng, moba_mask, quantization
 from cases.masks import Mask
 from cases.score_functions import Score, TableScore
+from cases.storage_forms.mask_sides import find_kv_lengths
 from cases.storage_forms.storage_layout import Storage
 
 PHASES = ("train", "prefill", "decode")
@@ -110,12 +111,23 @@ class CallOperands:
             if self.kv_scales is not None and not self.has_whole_scales:
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
         if self.score_mod is not None:  # a score depends on the position of the last query
-            moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
+            # Functions of places get the positions of stored queries in their sequences.
+            lengths = (self.q.shape[1], self.k.shape[1]) if self.storage is None else (0, 0)
+            moved = self.score_mod.align_to(*lengths)
             object.__setattr__(self, "score_mod", moved)
         if not isinstance(self.score_mod, TableScore):
             object.__setattr__(self, "score_table", None)
         if self.tied:
             object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """The place of each query for functions of places, `[B or 1, T]`: an index, or for stored ones a position."""
+        q_length = self.q.shape[1]
+        if self.storage is None:
+            return np.arange(q_length)[None]
+        ends = find_kv_lengths(self.mask, self.q.shape[0], self.k.shape[1])
+        return np.array(ends)[:, None] - q_length + np.arange(q_length)
 
     @property
     def has_whole_scales(self) -> bool:

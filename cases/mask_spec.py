@@ -2,12 +2,14 @@
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
-    own-l31-0-100
+    own-l31-0-100   chunked-32_at-40-100   tree-4-2_at-40-100
 
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
 which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
 are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
-binds tighter): `causal_or_spans-8-24`. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
+binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places all of a mask in sequences of `A` and `B` keys,
+whose last tokens are the queries, as `own` does. `tree-A-B` has a tree of `A` drafted tokens at the end of the first
+sequence. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ from cases.masks import (
     LoadBalancedCausal,
     Mask,
     OwnWindow,
+    Placed,
+    Tree,
     Window,
+    place,
 )
 from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The inputs of every mask: the spec (for error messages), the sizes of the case, and the seed of random masks."""
+    """The inputs of every mask: the spec (for error messages), the sizes of the case, seed and ends of sequences."""
 
     spec: str
     batch: int
@@ -46,6 +51,7 @@ class Sizes(NamedTuple):
     q_length: int
     kv_length: int
     seed: int
+    ends: tuple[int, ...] | None = None  # the number of keys of each sequence; None without `_at-`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,31 @@ def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
     """Build a window whose last position is the end of each batch row's sequence."""
     lengths = _parse_one_per_row(sizes, text)
     return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
+
+
+def _build_tree(sizes: Sizes, text: str) -> Mask:
+    """Build a random tree of the last tokens of each sequence: a token follows one of the three tokens before it."""
+    drafted = _parse_integers(text)
+    if sizes.ends is None or len(drafted) != sizes.batch or max(drafted) > sizes.q_length:
+        raise ValueError(
+            f"{sizes.spec!r} needs a number of drafted tokens <= T={sizes.q_length} for each of {sizes.batch} batch "
+            "rows, and the numbers of keys: tree-A-B_at-C-D"
+        )
+    steps = 1 + counter_rng.draw_integers(sizes.seed, "tree", (sizes.batch, sizes.q_length), 3)
+    i, j = np.arange(sizes.q_length)[:, None], np.arange(sizes.kv_length)
+    allowed = np.empty((sizes.batch, 1, sizes.q_length, sizes.kv_length), bool)
+    for b, (count, end) in enumerate(zip(drafted, sizes.ends, strict=True)):
+        position = end - sizes.q_length + i
+        allowed[b, 0] = (j <= position) & ((j < end - count) | (position < end - count))
+        for t in range(count):  # the last `count` rows and the last `count` keys are the tree
+            row, key = sizes.q_length - count + t, end - count + t
+            parent = t - steps[b, t]
+            if key < 0:
+                continue
+            if parent >= 0:
+                allowed[b, 0, row] = allowed[b, 0, row - steps[b, t]]
+            allowed[b, 0, row, key] = True
+    return Tree(allowed)
 
 
 def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
@@ -260,12 +291,24 @@ KINDS: tuple[Kind, ...] = (
         build=_build_own_window,
         example="own-l31-50",
     ),
+    Kind(
+        name="tree",
+        form="tree-N..._at-L...",
+        pattern=re.compile(r"tree((?:-\d+)+)"),
+        type=Tree,
+        says="a tree of drafted tokens at the end of each sequence",
+        build=_build_tree,
+        example="tree-9",
+    ),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
-FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {"offset": "mask offset (absolute query positions)"}
+FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {
+    "offset": "mask offset (absolute query positions)",
+    Placed.feature: "any mask over stored sequences, beside causal masks and windows",
+}
 """Features of masks, by name, with their descriptions."""
-OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
+OPT_IN = frozenset((*(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
 """Features of masks that an implementation supports only if it declares them."""
 
 
@@ -275,7 +318,15 @@ def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...],
     Raises:
       ValueError: if a term is not a mask; the message names the term.
     """
-    return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
+    terms, _ = _split_ends(spec)
+    return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in terms.split("_or_"))
+
+
+def _split_ends(spec: str) -> tuple[str, str]:
+    """Split `_at-A-B` off a spec, and return both; "" if the spec has no such end."""
+    found = re.fullmatch(r"(.*?)(?:_at((?:-\d+)+))?", spec)
+    assert found is not None
+    return found[1], found[2] or ""
 
 
 def _parse_term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
@@ -295,15 +346,17 @@ def list_mask_features(spec: str) -> list[str]:
         found += kind.features
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
+    if _split_ends(spec)[1]:
+        found += ["lengths", Placed.feature]
     return list(dict.fromkeys(found))
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
     """Return the spec of the mask's rows from query `start` on.
 
-    No spec describes these rows of a mask with `_or_`, so the spec of a random mask is returned instead.
+    No spec describes these rows of a mask with `_or_` or `_at-`, so the spec of a random mask is returned instead.
     """
-    if "_or_" in spec:
+    if "_or_" in spec or "_at-" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
     return "_and_".join(f"{term}-o{start}" if start and kind.offset != "none" else term for term, kind in terms)
@@ -313,11 +366,16 @@ def shift_mask_spec(spec: str, start: int) -> str:
 def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
     """Build the mask that `spec` names at these sizes; random masks are drawn from `seed`."""
     sizes = Sizes(spec, batch, num_q_heads, q_length, kv_length, seed)
+    if text := _split_ends(spec)[1]:
+        sizes = sizes._replace(ends=_parse_one_per_row(sizes, text))
     either = []
     for group in parse_mask_spec(spec):
         both = (_BY_NAME[name].build(sizes, *arguments) for name, arguments in group)
         either.append(functools.reduce(lambda a, b: a & b, both))
-    return functools.reduce(lambda a, b: a | b, either)
+    mask = functools.reduce(lambda a, b: a | b, either)
+    if sizes.ends is None:
+        return mask
+    return place(mask, tuple(n - q_length for n in sizes.ends)) & Lengths(sizes.ends)
 
 
 def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:

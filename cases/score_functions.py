@@ -55,11 +55,15 @@ class FormulaScore(Score):
         number = (whole.astype(score.dtype) if hasattr(whole, "astype") else whole) * self.step
         return number * library.tanh(score / number) if self.caps else score + number
 
-    def dense(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> np.ndarray:
-        """Compute the number that is added to each logit, or its soft cap, `[B, N, T, S]` in float64."""
-        b, n, i, j = np.ogrid[:batch, :num_q_heads, :q_length, :kv_length]
-        found = self.step * np.asarray(self._compute_integer(np, b, n, i, j), np.float64)
-        return np.broadcast_to(found, (batch, num_q_heads, q_length, kv_length))
+    def dense(self, batch: int, num_q_heads: int, places: np.ndarray, kv_length: int) -> np.ndarray:
+        """Compute the number that is added to each logit, or its soft cap, `[B, N, T, S]` in float64.
+
+        Args:
+          places: the place `i` of each query, `[B or 1, T]`.
+        """
+        b, n, _, j = np.ogrid[:batch, :num_q_heads, :1, :kv_length]
+        found = self.step * np.asarray(self._compute_integer(np, b, n, places[:, None, :, None], j), np.float64)
+        return np.broadcast_to(found, (batch, num_q_heads, places.shape[1], kv_length))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

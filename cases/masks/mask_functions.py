@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from cases.masks.mask_base import And, Mask, Or, iter_leaves
-from cases.masks.row_masks import HeadWindow, Lengths, OwnWindow
+from cases.masks.row_masks import HeadWindow, Lengths, OwnWindow, Placed
 
 __all__ = ["MaskFunction", "has_formula"]
 
 
 def has_formula(mask: Mask) -> bool:
     """Return whether `mask` is a formula of positions, batch row and head, with no part that is an array."""
-    return all(leaf.is_computed or isinstance(leaf, Lengths | OwnWindow | HeadWindow) for leaf in iter_leaves(mask))
+    return all(
+        leaf.is_computed or isinstance(leaf, Lengths | OwnWindow | HeadWindow | Placed) for leaf in iter_leaves(mask)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,8 @@ def _evaluate(mask: Mask, b: Any, n: Any, i: Any, j: Any) -> Any:
     if isinstance(mask, OwnWindow):
         position = _select(mask.positions, b) + i
         return (j <= position) if mask.left is None else (j <= position) & (j >= position - mask.left)
+    if isinstance(mask, Placed):
+        return mask.mask.allowed(_select(mask.positions, b) + i, j)
     if isinstance(mask, HeadWindow):
         return (j <= i) & (j >= i - _select(mask.lefts, n))
     return mask.allowed(i, j)

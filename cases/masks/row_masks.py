@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cases.masks.mask_base import PARTIAL, Dense, Mask
-from cases.masks.mask_formulas import SEQUENCE
+from cases.masks.mask_base import PARTIAL, Dense, Mask, Pair
+from cases.masks.mask_formulas import SEQUENCE, Causal, Full, Window
 from cases.masks.mask_numbers import FAR, require_integer, require_integers
 
-__all__ = ["HeadWindow", "Indexer", "Lengths", "OwnWindow"]
+__all__ = ["HeadWindow", "Indexer", "Lengths", "OwnWindow", "Placed", "Tree", "place"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,3 +141,64 @@ class HeadWindow(Mask):
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.lefts) != num_q_heads:
             raise ValueError(f"the mask must have {num_q_heads} sides, one for each query head, got {len(self.lefts)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed(Mask):
+    """A formula of places whose queries begin at another position in each batch row.
+
+    Query 0 of batch row `b` stands at `positions[b]`. So `i` of the formula is the query's position in its sequence.
+    """
+
+    mask: Mask
+    positions: tuple[int, ...]
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "placed"
+    refusal: ClassVar[str] = "takes no mask that moves with each batch row"
+
+    def __post_init__(self) -> None:
+        if not self.mask.is_computed:
+            raise ValueError(f"only a formula of places has positions, got {self.mask}")
+        object.__setattr__(self, "positions", require_integers("mask positions", self.positions))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (*self.mask.features, self.feature)
+
+    @property
+    def query_order(self) -> str:
+        return SEQUENCE
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        return self.mask.allowed(np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i, j)
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if len(self.positions) != batch:
+            raise ValueError(f"the mask must have {batch} positions, one for each batch row, got {len(self.positions)}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tree(Dense):
+    """Booleans `[B, 1, T, S]` of speculative decoding: a drafted token sees all keys before the draft, and ancestors.
+
+    The drafted tokens of a sequence are its last queries and its last keys, and form a tree (SpecInfer,
+    arXiv:2305.09781). Each sees itself, the tokens from which it follows, and all keys before the drafted ones.
+    """
+
+    feature: ClassVar[str] = "tree"
+    refusal: ClassVar[str] = "takes no tree of drafted tokens"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature,)
+
+
+def place(mask: Mask, positions: tuple[int, ...]) -> Mask:
+    """Return `mask` with queries that begin at `positions[b]` in batch row `b`; arrays and `Full` stay as they are."""
+    if isinstance(mask, Pair):
+        return type(mask)(place(mask.left, positions), place(mask.right, positions))
+    if not mask.is_computed or isinstance(mask, Full):
+        return mask
+    if isinstance(mask, Causal | Window) and mask.offset == 0 and getattr(mask, "right", 0) == 0:
+        return OwnWindow(getattr(mask, "left", None), positions)
+    return Placed(mask, positions)

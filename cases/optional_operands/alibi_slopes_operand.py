@@ -35,10 +35,14 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 
 def _compute_term(problem: CallOperands) -> np.ndarray:
-    """Compute the term `-slope_n |i + S - T - j|` that ALiBi adds to the logits, `[1, N, T, S]`."""
+    """Compute the term `-slope_n |p_i - j|` that ALiBi adds to the logits, `[B or 1, N, T, S]`.
+
+    `p_i` is the position of query `i`: `i + S - T`, or where operands are stored, that in its sequence.
+    """
     assert problem.alibi_slopes is not None
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
-    distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
+    positions = problem.places + (0 if problem.storage is not None else kv_length - q_length)
+    distance = np.abs(positions[:, None, :, None] - np.arange(kv_length))
     term: np.ndarray = -problem.alibi_slopes.astype(np.float64)[None, :, None, None] * distance
     return term
 

@@ -32,7 +32,7 @@ def _compute(problem: CallOperands, *, caps: bool) -> np.ndarray | None:
     score = problem.score_mod
     if not isinstance(score, score_functions.FormulaScore) or score.caps != caps:
         return None
-    return score.dense(problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
+    return score.dense(problem.q.shape[0], problem.q.shape[2], problem.places, problem.k.shape[1])
 
 
 OPERAND = OptionalOperand(

@@ -38,6 +38,7 @@ class FormCases:
       models: two models of the covering arrays: one varies features, the other varies sizes.
       find_models: returns the two models for a kernel, from whether it writes pages and from the opt-in features that
         it offers; None if every kernel of the form uses `models`.
+      find_further_models: returns further models for a kernel, from the same two; None if there are none.
       plain: a plain case, which every kernel of the form supports.
       draw_cases: returns the Hypothesis strategy for cases of the given phases and formats of caches.
       caches: the formats of caches that a kernel of the form may take.
@@ -58,6 +59,7 @@ class FormCases:
 
     models: tuple[Model, Model]
     find_models: Callable[[bool, frozenset[str]], tuple[Model, Model]] | None = None
+    find_further_models: Callable[[bool, frozenset[str]], tuple[Model, ...]] | None = None
     plain: Case
     draw_cases: Callable[[tuple[str, ...], Caches], st.SearchStrategy[Case]]
     caches: Caches = (None,)

@@ -1,13 +1,30 @@
-"""Reduce a mask of stored sequences to its sides: how far a query sees to the left and right of its own position.
+"""Read masks of stored sequences: their sides, or else their formula of positions in the sequence.
 
-Stored calls take only such masks, as `causal` or `window`. `stored_cases` lowers masks to them.
+The sides say how far a query sees to the left and right of its own position. Stored calls get them as `causal` or
+`window`. `stored_cases` lowers masks to them, and other masks to a formula or to booleans.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
+from cases.masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Lengths,
+    Mask,
+    Or,
+    OwnWindow,
+    Pair,
+    Placed,
+    Tree,
+    Window,
+    iter_leaves,
+    list_conjuncts,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +58,13 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
     for part in parts:
         if isinstance(part, Full | Lengths):
             continue
-        if isinstance(part, OwnWindow):
-            ends = (kv_length,) * len(part.positions) if lengths is None else lengths
-            if tuple(n - q_length for n in ends) != part.positions:
+        if isinstance(part, OwnWindow | Placed):
+            if not _stands_at_end(part, lengths, q_length, kv_length):
                 return None
-            found = _intersect(found, Sides(part.left, 0))
+            sides = _read_window(part)
+            if sides is None:
+                return None
+            found = _intersect(found, sides)
         elif lengths is None and isinstance(part, Causal | Window) and part.offset == kv_length - q_length:
             found = _intersect(found, Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right))
         else:
@@ -59,3 +78,55 @@ def _intersect(one: Sides, other: Sides) -> Sides:
 
 def _find_least(one: int | None, other: int | None) -> int | None:
     return min((n for n in (one, other) if n is not None), default=None)
+
+
+def _stands_at_end(mask: OwnWindow | Placed, lengths: tuple[int, ...] | None, q_length: int, kv_length: int) -> bool:
+    """Return whether the last query of each sequence stands at its last key."""
+    ends = (kv_length,) * len(mask.positions) if lengths is None else lengths
+    return tuple(n - q_length for n in ends) == mask.positions
+
+
+def _read_window(mask: OwnWindow | Placed) -> Sides | None:
+    if isinstance(mask, OwnWindow):
+        return Sides(mask.left, 0)
+    inner = mask.mask
+    return Sides(inner.left, inner.right) if isinstance(inner, Window) and inner.offset == 0 else None
+
+
+def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
+    """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key."""
+    lengths = next((part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)), None)
+    return all(
+        _stands_at_end(leaf, lengths, q_length, kv_length)
+        if isinstance(leaf, OwnWindow | Placed)
+        else isinstance(leaf, Full | Lengths) or type(leaf) in (Dense, Tree)
+        for leaf in iter_leaves(mask)
+    )
+
+
+def read_formula(mask: Mask) -> Mask | None:
+    """Return `mask` as a formula of a query's position in its sequence, without lengths; None if it has an array."""
+    if isinstance(mask, Pair):
+        left, right = read_formula(mask.left), read_formula(mask.right)
+        if left is None or right is None:
+            return None
+        if isinstance(mask, And) and isinstance(left, Full):
+            return right
+        return left if isinstance(mask, And) and isinstance(right, Full) else type(mask)(left, right)
+    if isinstance(mask, OwnWindow):
+        return Causal() if mask.left is None else Window(mask.left, 0)
+    if isinstance(mask, Placed):
+        return mask.mask
+    return Full() if isinstance(mask, Full | Lengths) else None
+
+
+def sees_no_later_key(mask: Mask) -> bool:
+    """Return whether it follows from the kinds in `mask` that no query sees a key after its own position."""
+    if isinstance(mask, And):
+        return sees_no_later_key(mask.left) or sees_no_later_key(mask.right)
+    if isinstance(mask, Or):
+        return sees_no_later_key(mask.left) and sees_no_later_key(mask.right)
+    if isinstance(mask, Placed):
+        return sees_no_later_key(mask.mask)
+    is_window = isinstance(mask, Causal | Window | Chunked) and mask.offset == 0 and getattr(mask, "right", 0) == 0
+    return is_window or isinstance(mask, OwnWindow | Tree)

@@ -11,8 +11,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.covering_model import Axis
+from cases.covering_model import Axis, Model
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases, build_case
+from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
     FIRST,
     FORTY,
@@ -77,6 +78,19 @@ def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, i
     return draw(st.integers(0, _MAX_DRAWN_QUERIES)), keys
 
 
+_MASK_MODEL = build_mask_model(
+    "packed",
+    (_SHAPES[0], _SHAPES[3], _SHAPES[5], _SHAPES[6]),
+    Axis("segments", (None, "seg"), combined="seg", rare=True),
+    cross=_SHAPES[2],
+)
+
+
+def _find_further_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, ...]:
+    """Return the model of further masks and operands for a kernel that offers one of them."""
+    return (_MASK_MODEL,) if offers & FEATURES else ()
+
+
 def _build_compiled() -> tuple[Case, ...]:
     return (
         build_case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
@@ -118,6 +132,7 @@ CASES = FormCases(
             "packed", Axis("shape", _SIZES), Axis("window", ("inf", 31, None)), FIRST, *VALUE_AXES, strongest=2
         ),
     ),
+    find_further_models=_find_further_models,
     plain=Case(mask="own-linf-128", storage="packed", phase="prefill"),
     draw_cases=_draw_cases,
     further_sequences={

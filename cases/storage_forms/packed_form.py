@@ -11,10 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cases.storage_forms.storage_form import STORED_OPERANDS, StorageForm, StorageSpec, StoredCase
+from cases.storage_forms.storage_form import (
+    MASK_PARAMETERS,
+    STORED_OPERANDS,
+    StorageForm,
+    StorageSpec,
+    StoredCase,
+)
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage, draw_junk, list_own_keys, pack_queries
 
 TABLES = ("cu_q_lens", "cu_kv_lens", "num_seqs")
+_FURTHER = ("segment_ids", "alibi_slopes", "score_mod", "logit_scale")
 
 
 def compute_padding(case: StoredCase) -> int:
@@ -64,10 +71,12 @@ PACKED = StorageForm(
     description="sequences packed behind each other, with cumulative lengths",
     prefixes={False: "packed"},
     is_cache=False,
+    takes_masks=True,
+    further_operands=_FURTHER,
     draw_layout=draw_layout,
     describe_layout=lambda storage: f"{len(storage.held)} packed keys",
     tables=TABLES,
-    parameters=(*TABLES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    parameters=(*TABLES, "causal", "window", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
     required={
         "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
         "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",

@@ -24,7 +24,7 @@ def _mix_lengths(p: int) -> SequenceLengths:
     return (13, 13 + 2 * p), (1, 2 * p), (1, 2 * p + 1), (short, short) if short else (2, 4)
 
 
-_SHAPES = (
+WRITE_SHAPES = (
     Shape("mixed", _mix_lengths),
     Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(2, p - 1))), phase="decode"),
     Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
@@ -37,6 +37,7 @@ _SHAPES = (
     Shape("tokens", lambda p: tuple((1, keys + p) for _, keys in list_token_lengths(p)), phase="decode"),
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
+"""Sequences of calls that write pages."""
 # Lengths that replace those of the shapes of paged kernels, by name of the shape. They are chunks in place of whole
 # prompts, so that the pages before a chunk can be shared.
 _OTHER_LENGTHS: Mapping[str, SequenceLengths] = {
@@ -49,7 +50,7 @@ _OTHER_LENGTHS: Mapping[str, SequenceLengths] = {
 def build_write_models(paged: tuple[Model, Model]) -> tuple[Model, Model]:
     """Build the models of features and of sizes for kernels that write pages, from the two for paged kernels."""
     features, sizes = paged
-    return _replace_shapes(features, lambda shapes: _SHAPES), _replace_shapes(
+    return _replace_shapes(features, lambda shapes: WRITE_SHAPES), _replace_shapes(
         sizes, lambda shapes: tuple(map(_replace_lengths, shapes))
     )
 

@@ -21,7 +21,8 @@ from cases.covering_model import Axis, Model
 from cases.quantization import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
-from cases.storage_forms.page_write_cases import build_write_models
+from cases.storage_forms.page_write_cases import WRITE_SHAPES, build_write_models
+from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
     FIRST,
     FORTY,
@@ -127,6 +128,24 @@ def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Mode
     if "kv_tensor_scales" not in offers:
         return TOKEN_SCALE_MODELS
     return BOTH_SCALE_MODELS if "kv_token_scales" in offers else WHOLE_SCALE_MODELS
+
+
+# Pages of one token, pages shorter and longer than spans and chunks.
+_MASK_PAGES = Axis("page", (16, 5, 1, 64))
+MASK_MODEL = build_mask_model(
+    "paged",
+    (_MIXED, _SHAPES[1], _SHAPES[2], _SHAPES[4]),
+    _MASK_PAGES,
+    cross=Shape("cross", lambda p: ((20, 7), (3, p + 9), (0, 4), (1, 1))),
+)
+"""The model of further masks and operands for kernels that read pages."""
+MASK_WRITE_MODEL = build_mask_model("paged", WRITE_SHAPES[:4], _MASK_PAGES, cross=WRITE_SHAPES[4])
+"""The model of further masks and operands for kernels that write pages."""
+
+
+def find_further_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, ...]:
+    """Return the model of further masks and operands for a kernel that offers one of them."""
+    return (MASK_WRITE_MODEL if writes_pages else MASK_MODEL,) if offers & FEATURES else ()
 
 
 _DRAWN_PAGE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256)
@@ -325,6 +344,7 @@ _PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 CASES = FormCases(
     models=MODELS,
     find_models=find_models,
+    find_further_models=find_further_models,
     plain=Case(mask="own-linf-128", storage="paged16", phase="prefill"),
     draw_cases=draw_paged_cases,
     caches=PAGES_HOLD,

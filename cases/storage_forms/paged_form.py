@@ -16,6 +16,7 @@ import numpy as np
 from cases.counter_rng import draw_integers
 from cases.storage_forms.packed_form import compute_max_seqs, compute_padding
 from cases.storage_forms.storage_form import (
+    MASK_PARAMETERS,
     STORED_OPERANDS,
     ScaleParameters,
     StorageForm,
@@ -38,6 +39,7 @@ REQUIRED = {
     "kv_lens": "how many keys each sequence has, [max_seqs]",
     "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
 }
+_FURTHER = ("alibi_slopes", "score_mod", "logit_scale")
 _UNUSED_PAGES = 3  # how many pages of a layout belong to no sequence
 
 
@@ -165,12 +167,17 @@ PAGED = StorageForm(
     prefixes={False: "paged", True: "shared"},
     unit="pages",
     is_cache=True,
+    takes_masks=True,
+    further_operands=_FURTHER,
     maps_over_batch=False,
     check_lengths=check_lengths,
     draw_layout=draw_layout,
     describe_layout=describe_layout,
     tables=TABLES,
-    parameters=(*TABLES, *SCALES, *WHOLE_SCALES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    parameters=(
+        *(*TABLES, *SCALES, *WHOLE_SCALES, "causal", "window", *MASK_PARAMETERS),
+        *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
+    ),
     required=REQUIRED,
     marks=("page_indices",),
     noun="pages",

@@ -22,6 +22,8 @@ MAX_SIZE = 4096
 """The largest number of tokens that a page or a ring may have."""
 STORED_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 """The names of the optional operands that a call with packed, paged or ring operands may have."""
+MASK_PARAMETERS = ("mask_mod", "mask", "tree_mask", "parents")
+"""The parameters for masks over sequences that are neither causal nor windows, for forms with `takes_masks`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,9 @@ class StorageForm:
     is_cache: bool  # whether keys and values are a cache: read only, without gradients, and always under a causal mask
     # Whether the values are the first coordinates of the keys, so that there is no array of values.
     is_tied: bool = False
+    takes_masks: bool = False  # whether a call may have masks beside causal ones and windows (`MASK_PARAMETERS`)
+    # The names of the optional operands that a call may have beside `STORED_OPERANDS`.
+    further_operands: tuple[str, ...] = ()
     maps_over_batch: bool = True  # whether `jax.vmap` can map the call over its operands
     # Raises `ValueError` for K, H, V or another operand that the form cannot have.
     check_sizes: Callable[[str, int, int, int, str | None], None] = accept_all_sizes

@@ -1,46 +1,86 @@
 """Decide which cases a kernel of a storage form can be judged on, and derive other cases of stored sequences.
 
-This module also lowers masks to the arguments `causal` and `window` of a stored call.
+This module also lowers masks to the arguments of a stored call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
+
+import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Mask
+from cases.masks import Mask, MaskFunction, Tree, iter_leaves
 from cases.operand_registry import OPTIONAL
 from cases.quantization import PAGES_HOLD
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.mask_sides import Sides, find_sides
+from cases.storage_forms.mask_sides import Sides, find_sides, is_placed, read_formula, sees_no_later_key
 from cases.storage_forms.page_writes import find_write_refusal
 
 
-def lower_sides(
-    mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, form: str
-) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Lower a mask to the arguments `causal` or `window` of a stored call.
+def lower_stored_mask(
+    mask: Mask,
+    batch: int,
+    num_q_heads: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    form: str,
+    parameters: Collection[str] | None = None,
+) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
+    """Lower a mask to the arguments of a stored call (docs/contract.md, section 8).
 
-    Both count keys from each query's own position. A call that reads a cache is always causal, so it never gets
-    `causal`, and gets `window` only if the left side is bounded.
+    A mask with sides becomes `causal` or `window`, which count keys from each query's own position. Any other becomes
+    `mask_mod`, a formula of the query's position in its sequence, or booleans. A call that reads a cache is causal
+    unless it gets `causal=False`.
+
+    Args:
+      parameters: the parameters that the call has; None for a call that takes whatever there is.
 
     Returns:
-      The static keyword arguments of the call, and its array arguments (none).
+      The static keyword arguments of the call, and its array arguments: booleans `[b, n, T, S]` of the dense problem,
+      under the name of the parameter that gets them in the form of `conformance.execution.stored_calls`.
 
     Raises:
-      NotImplementedError: the mask is neither causal nor such a window.
+      NotImplementedError: the call has no parameter for the mask; the message names it.
     """
     del batch, num_q_heads
-    sides, is_cache = find_sides(mask, q_length, kv_length), FORMS[form].is_cache
-    if sides is None or (is_cache and not sides.is_causal):
+    described, sides = FORMS[form], find_sides(mask, q_length, kv_length)
+    is_causal = sides.is_causal if sides is not None else sees_no_later_key(mask)
+    if not described.takes_masks and (sides is None or (described.is_cache and not is_causal)):
         raise NotImplementedError(f"mask: a {form} call has no such mask")
-    if sides == Sides() or (is_cache and sides.left is None):
-        return {}, {}
-    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right)}), {}
+
+    def takes(name: str) -> bool:
+        return parameters is None or name in parameters
+
+    static: dict[str, Hashable] = {}
+    if described.is_cache:
+        if not is_causal and not takes("causal"):
+            raise NotImplementedError("causal: the function has no parameter 'causal', which would be False")
+        if not is_causal or (parameters is not None and "causal" in parameters):
+            static["causal"] = is_causal
+    if sides == Sides() or (described.is_cache and sides == Sides(None, 0)):
+        return static, {}
+    if sides == Sides(None, 0) and takes("causal"):
+        return {"causal": True}, {}
+    if sides is not None and takes("window"):
+        return {**static, "window": (sides.left, sides.right)}, {}
+    if not described.takes_masks:
+        wanted = "causal" if sides == Sides(None, 0) else "window"
+        raise NotImplementedError(f"{wanted}: the function has no parameter {wanted!r}")
+    if (formula := read_formula(mask)) is not None and takes("mask_mod"):
+        return {**static, "mask_mod": MaskFunction(formula)}, {}
+    is_tree = any(isinstance(leaf, Tree) for leaf in iter_leaves(mask))
+    names = ("tree_mask", "parents", "mask") if is_tree else ("mask",)
+    for name in names:
+        if takes(name):
+            return static, {name: mask.dense(q_length, kv_length)}
+    wanted = "window" if sides is not None else "mask_mod" if formula is not None else names[0]
+    raise NotImplementedError(f"{wanted}: the function has no parameter {wanted!r}")
 
 
 def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
@@ -58,7 +98,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         return None
     for operand in OPTIONAL:
         scaled = described.scales and operand.name == "kv_scales"
-        if not operand.stored and not scaled and getattr(case, operand.field) != operand.absent:
+        taken = operand.stored or scaled or operand.name in described.further_operands
+        if not taken and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {form} call has no such operand"
     if case.kv_cache not in PAGES_HOLD:
         return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
@@ -67,7 +108,11 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):
-        return f"{case.mask}: the masks of a {form} call must count keys from each query's own position"
+        if not described.takes_masks or not is_placed(mask, case.q_length, case.kv_length):
+            return f"{case.mask}: the masks of a {form} call must count keys from each query's own position"
+        if sides != Sides() and any(0 < n < q for q, n in zip(case.q_lengths, case.kv_lengths, strict=True)):
+            return f"{case.mask}: a query before the first key of its sequence has no position"
+    sides = sides or Sides()
     return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
 
 

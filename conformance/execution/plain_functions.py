@@ -30,7 +30,7 @@ from cases.parameter_names import is_tuning
 from cases.quantization import PAGES_HOLD
 from cases.score_functions import FormulaScore, Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
 from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
@@ -178,7 +178,8 @@ def build_implementation(
         | (parameters & {"moba"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
-        | plain_storage.find_scale_features(parameters, form),
+        | plain_storage.find_scale_features(parameters, form)
+        | plain_storage.find_mask_features(signature, form),
         supports_case=plain_support.PlainSupport(
             reachable,
             declaration.causal,
@@ -404,7 +405,11 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT, *plain_storage.SCALE_PARAMETERS})
+        return named | (
+            frozenset(known)
+            - OPT_IN
+            - {*_MASKS_BY_NAME, *MASK_PARAMETERS[2:], *_DROPOUT, *plain_storage.SCALE_PARAMETERS}
+        )
     return named
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
@@ -20,11 +21,10 @@ from cases.case import Case
 from cases.masks import Mask
 from cases.quantization import WHOLE_CACHES
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import PAGE_ARRAYS
 from cases.storage_forms.storage_form import StorageForm
-from cases.storage_forms.stored_cases import lower_sides
+from cases.storage_forms.stored_cases import lower_stored_mask
 
 _WRITTEN = ("k", "v", *PAGE_ARRAYS)
 SCALE_PARAMETERS = tuple(name for form in FORMS.values() for pair in form.scales for name in pair.names)
@@ -105,13 +105,24 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     if missing := [name for name in needed if name not in given]:
         return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    sides = find_sides(mask, case.q_length, case.kv_length)
-    if sides is None or sides == Sides() or "window" in parameters:
-        return None
-    if sides == Sides(None, 0):
-        allowed = described.is_cache or "causal" in parameters
-        return None if allowed else "causal: the function has no parameter 'causal'"
-    return "window: the function has no parameter 'window'"
+    try:
+        build_lowering(parameters, form)(mask, case.batch, case.num_q_heads, case.q_length, case.kv_length)
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return None
+
+
+def find_mask_features(signature: inspect.Signature, form: StorageForm | None) -> frozenset[str]:
+    """Return the features of masks and segments that a function of stored operands offers by its parameters."""
+    if form is None or not form.takes_masks:
+        return frozenset()
+    offered = {
+        "placed": ("mask_mod", "mask"),
+        "tree": ("tree_mask", "parents", "mask"),
+        "later_pages": ("causal",) if form.is_cache else (),
+        "packed_segments": ("segment_ids",) if "segment_ids" in form.further_operands else (),
+    }
+    return frozenset(name for name, needed in offered.items() if signature.parameters.keys() & set(needed))
 
 
 def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> str | None:
@@ -129,15 +140,4 @@ def build_lowering(
     parameters: Collection[str], form: str
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]:
     """Build `Implementation.lower_mask`. A causal mask becomes `causal=True` if accepted, or the window `(None, 0)`."""
-
-    def lower(
-        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-    ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-        static, arrays = lower_sides(mask, batch, num_q_heads, q_length, kv_length, form=form)
-        if FORMS[form].is_cache and "causal" in parameters:
-            return {**static, "causal": True}, arrays
-        if "causal" in static and "causal" not in parameters:
-            return {"window": (None, 0)}, arrays
-        return static, arrays
-
-    return lower
+    return functools.partial(lower_stored_mask, form=form, parameters=frozenset(parameters))

@@ -25,7 +25,7 @@ import numpy as np
 from cases import quantization
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import clear_written, find_slots
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
@@ -194,6 +194,7 @@ class StoredCall:
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
+        options |= self._pack_pairs(storage, options)
         stored = self.store(q, k, v, storage, padding, kv_scales)
         *rows, heads, _ = stored["q"].shape
         call_by_keyword = self.bind_depth(v.shape[-1])
@@ -256,6 +257,18 @@ class StoredCall:
         tables = {name: storage[name] for name in self.form.tables}
         return tables if self.counts or "num_seqs" not in tables else _close_tables(tables)
 
+    def _pack_pairs(self, storage: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the masks and segment ids among `options` in their stored form; those of the dense problem go in."""
+        packed: dict[str, Any] = {}
+        if (ids := options.get("segment_ids")) is not None:
+            held = (storage["q_rows"], storage["held"])
+            # Tokens of nobody have an id that other tokens have.
+            packed["segment_ids"] = tuple(_gather_rows(x, rows, x[0, 0]) for x, rows in zip(ids, held, strict=True))
+        for name in MASK_PARAMETERS:
+            if name != "mask_mod" and options.get(name) is not None:
+                packed[name] = _pack_mask(name, options[name], storage)
+        return packed
+
     def bind_depth(self, value_dim: int) -> Callable[..., Any]:
         """Return the kernel's call, with all arguments by keyword, for values of the depth `value_dim`."""
         return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
@@ -314,6 +327,51 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
     there = (held != NOBODY)[..., None, None]
     elsewhere = _cast_stale(jnp.asarray(stale), flat.dtype)
     return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
+
+
+def _gather_rows(x: Any, held: Any, absent: Any) -> jax.Array:
+    """Gather rows of `x [B, L, ...]` by their index in `B * L`, `[..., ...]`; `absent` where `held` is `NOBODY`."""
+    flat, held = jnp.asarray(x).reshape(-1, *x.shape[2:]), jnp.asarray(held)
+    there = (held != NOBODY).reshape(*held.shape, *(1,) * (flat.ndim - 1))
+    return jnp.where(there, flat[jnp.maximum(held, 0)], absent)
+
+
+def _pack_mask(name: str, mask: Any, storage: Mapping[str, Any]) -> jax.Array:
+    """Pack booleans `[b, 1, T, S]` for packed queries; columns that no query may read are true.
+
+    Returns:
+      For `mask`, booleans `[total_q, S]`, by the place of the key in its sequence. For `tree_mask`, booleans
+      `[total_q, T]`, by its place among the queries' own keys. For `parents`, int32 `[total_q]`: the place of the last
+      of these before the query's own, or -1.
+    """
+    batch, q_length = storage["places"].shape
+    rows = _gather_rows(jnp.broadcast_to(mask[:, 0], (batch, *mask.shape[2:])), storage["q_rows"], True)
+    ends, queries, own = _find_own_places(storage)
+    if name == "mask":
+        return rows | (jnp.arange(rows.shape[1]) >= ends[:, None])
+    column = jnp.arange(q_length)
+    places = jnp.clip((ends - queries)[:, None] + column, 0, rows.shape[1] - 1)
+    tree = jnp.take_along_axis(rows, places, axis=1) | (column >= queries[:, None])
+    if name == "tree_mask":
+        return tree
+    before = tree & (column < own[:, None])
+    return jnp.max(jnp.where(before, column, -1), axis=1).astype(jnp.int32)
+
+
+def _find_own_places(storage: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Find the numbers of keys and queries of each packed query's sequence, and its place among these queries."""
+    starts, count = jnp.asarray(storage["cu_q_lens"]), jnp.asarray(storage["num_seqs"])[0]
+    row = jnp.arange(len(storage["q_rows"]))
+    is_sequence = jnp.arange(len(starts) - 1) < count
+    number = (is_sequence & (row[:, None] >= starts[1:])).sum(axis=1)
+    number = jnp.minimum(number, count - 1)
+    queries = starts[number + 1] - starts[number]
+    if "kv_lens" in storage:
+        ends = jnp.asarray(storage["kv_lens"])[number]
+    else:
+        of_keys = jnp.asarray(storage["cu_kv_lens"])
+        ends = of_keys[number + 1] - of_keys[number]
+    return ends, queries, row - starts[number]
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:

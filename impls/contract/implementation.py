@@ -40,7 +40,7 @@ from cases.operand_registry import FURTHER_RESULTS, GRADIENTS, OPTIONAL, RESIDUA
 from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.stored_cases import find_refusal, lower_sides
+from cases.storage_forms.stored_cases import find_refusal, lower_stored_mask
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.declarations import (
     Arithmetic,
@@ -257,7 +257,7 @@ class Implementation(Behaviour):
         if self.empty_rows == "mean":
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {name} call, which has no S keys")
         if self.lower_mask is structured_mask:
-            object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
+            object.__setattr__(self, "lower_mask", functools.partial(lower_stored_mask, form=name))
 
     @property
     def has_residual_call(self) -> bool:

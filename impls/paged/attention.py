@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from impls import softmax_merge
 from impls.contract.implementation import FLOATS
@@ -52,9 +53,16 @@ def attention(
     page_scales: Float32[Array, "pages page_size W"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
-    window: tuple[int | None, int] | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    mask: Bool[Array, "total_q S"] | None = None,
+    tree_mask: Bool[Array, "total_q W"] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float32[Array, " N"] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    logit_scale: Float32[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     backend: Backend = "portable",
@@ -63,12 +71,14 @@ def attention(
     num_programs: int | None = None,
     interpret: Interpret = None,
 ) -> Any:
-    """Compute causal softmax attention of packed queries over a paged cache (docs/contract.md, section 8).
+    """Compute softmax attention of packed queries over a paged cache (docs/contract.md, section 8).
 
     Query `i` of sequence `b` is at position `kv_lens[b] - q_len + i`, and key `j` is row `j % page_size` of page
     `page_indices[b, j // page_size]`.
 
     The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
+
+    Masks other than causal ones and windows, ALiBi, functions of places and a logit scale are for plain JAX only.
 
     Args:
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
@@ -101,6 +111,12 @@ def attention(
         of_all=(k_scale, v_scale),
     )
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    left, right = (None, None) if window is None else window
+    right = 0 if causal else right
+    further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
+    _check_further(q, further)
+    if backend != "portable":
+        _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     _refuse_scales(backend, k_scales, page_scales, k_scale)
@@ -117,20 +133,24 @@ def attention(
     if backend != "portable":  # products of one shape in all calls keep the portable kernel batch-invariant
         block_q, block_pages = min(block_q, q.shape[0]), min(block_pages, page_indices.shape[1])
     plan = PagedPlan(
-        left=None if window is None else window[0],
+        left=left,
+        right=right,
         scale=(1 / math.sqrt(q.shape[2]) if scale is None else float(scale)) * (1.0 if k_scale is None else k_scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         block_q=block_q,
         block_pages=block_pages,
         block_keys=block_kv if on_gpu else 0,
         programs=num_programs,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
     )
     resolved = resolve_interpret(interpret, "gpu" if on_gpu else backend)
     if backend == "mosaic":
         _refuse_mosaic(plan, resolved, q, k_pages, v_pages)
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
-    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
+    arrays = {name: jnp.asarray(x) for name, x in further.items() if x is not None}
+    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales, **arrays)
     return compute_results(
         plan,
         backend,
@@ -206,6 +226,25 @@ def check_paged_operands(
     check_options(q.shape[1], sinks, window, *blocks)
 
 
+def _check_further(q: Any, further: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a mask or an operand of heads of a wrong shape or dtype."""
+    for name, x in further.items():
+        if x is None:
+            continue
+        if name in ("mask", "tree_mask"):
+            if x.ndim != 2 or x.shape[0] != q.shape[0] or 0 in x.shape or x.dtype != jnp.bool_:
+                raise ValueError(f"{name} must be booleans [{q.shape[0]}, keys], got {x.dtype} {list(x.shape)}")
+        elif x.shape != (q.shape[1],):
+            raise ValueError(f"{name} must have shape {(q.shape[1],)}, one number a query head, got {x.shape}")
+
+
+def _refuse_further(right: int | None, given: Mapping[str, Any]) -> None:
+    """Raise `NotImplementedError` for a mask or operand that only the plain JAX kernel supports."""
+    refused = [name for name, x in given.items() if x is not None] + ["causal=False"] * (right != 0)
+    if refused:
+        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' only")
+
+
 def _check_stored_dtypes(k: Any, v: Any) -> None:
     if not (k.dtype == v.dtype and str(k.dtype) in SCALED_DTYPES):
         raise ValueError(
@@ -238,8 +277,8 @@ def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None
     """Raise `ValueError` if an option of a call over pages is invalid; the message names it."""
     if sinks is not None and sinks.shape != (num_q_heads,):
         raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {sinks.shape}")
-    if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
-        raise ValueError(f"window must be (left, 0) with left at least 0, got {window}")
+    if window is not None and any(side is not None and side < 0 for side in window):
+        raise ValueError(f"window must be (left, right), each at least 0 or None, got {window}")
     for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
         if size is not None and size <= 0:
             raise ValueError(f"{name} must be positive, got {size}")

@@ -54,6 +54,10 @@ _DESCRIPTIONS: dict[Backend, str] = {
 }
 
 
+_FURTHER = frozenset({"placed", "tree", "later_pages", "alibi_slopes", "score_mod", "logit_scale"})
+"""Features of masks and operands that the plain JAX kernel supports."""
+
+
 def build_implementation(name: str, *, backend: Backend = "portable") -> Implementation:
     """Declare paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     return Implementation(
@@ -61,6 +65,7 @@ def build_implementation(name: str, *, backend: Backend = "portable") -> Impleme
         call=functools.partial(attention, backend=backend, **_JUDGED_SIZES_BY_BACKEND[backend]),
         description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
         unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
+        offers=_FURTHER if backend == "portable" else frozenset(),
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -190,6 +195,7 @@ def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"
         call=functools.partial(latent_attention, backend=backend, **judged),
         description=f"latent attention in its absorbed form over latents in pages, {_DESCRIPTIONS[backend]}",
         storage="latent_pages",
+        offers=frozenset(),
         memory="linear" if backend == "portable" else None,
         accelerator=_build_accelerator(backend, latent_attention, judged),
         variants={

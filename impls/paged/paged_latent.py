@@ -113,3 +113,5 @@ def _check_operands(
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     check_options(q.shape[1], sinks, window, *blocks)
+    if window is not None and window[1] != 0:
+        raise ValueError(f"window must be (left, 0), got {window}")

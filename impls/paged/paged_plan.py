@@ -2,7 +2,7 @@
 
 All back ends use them. Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position`
 and, with a window, `j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive
-keys, and consecutive queries together see one run too.
+keys, and consecutive queries together see one run too. Other masks hide some keys of such a run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class PagedPlan:
     """Static part of one call. Equal plans share one compiled function."""
 
     left: int | None  # number of keys before its own position that a query sees; None for all of them
+    right: int | None = 0  # number of keys after its own position that a query sees; None for all of them
     scale: float
     soft_cap: float | None
     block_q: int  # queries per tile, all of one sequence
@@ -31,6 +32,9 @@ class PagedPlan:
     block_keys: int = 0  # number of keys that are read together on a GPU, even across the ends of pages; a power of two
     # Number of GPU programs per key/value head, which share all keys; None for as many as fill the GPU.
     programs: int | None = None
+    # Functions of places (docs/contract.md, section 2): whether a query sees a key, and a change of its logit.
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
 
 
 class Operands(NamedTuple):
@@ -46,23 +50,34 @@ class Operands(NamedTuple):
     k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
     v_scales: Float32[Array, "pages page_size K"] | None = None
     page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_copies`)
+    mask: Bool[Array, "total_q S"] | None = None  # whether a query sees each key of its sequence
+    tree_mask: Bool[Array, "total_q W"] | None = None  # whether it sees the key of each query of its sequence
+    alibi_slopes: Float32[Array, " N"] | None = None
+    logit_scale: Float32[Array, " N"] | None = None
 
 
-def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
-    """Find the first key that the query at `position` sees, and one past the last; the range may be empty."""
-    return 0 if plan.left is None else jnp.maximum(position - plan.left, 0), position + 1
+def find_key_range(plan: PagedPlan, position: Any, end: Any = None) -> tuple[Any, Any]:
+    """Find the first key that the query at `position` sees, and one past the last; the range may be empty.
+
+    Args:
+      end: the number of keys of the sequence; not needed where no query sees a key after its own position.
+    """
+    low = 0 if plan.left is None else jnp.maximum(position - plan.left, 0)
+    if plan.right == 0:
+        return low, position + 1
+    return low, end if plan.right is None else jnp.minimum(position + (plan.right + 1), end)
 
 
-def find_block_range(plan: PagedPlan, position: Any, queries: Any, block: int) -> tuple[Any, Any]:
+def find_block_range(plan: PagedPlan, position: Any, queries: Any, block: int, end: Any = None) -> tuple[Any, Any]:
     """Find the blocks of `block` keys that `queries` queries from `position` on see: first block, one past the last."""
-    low, _ = find_key_range(plan, position)
-    _, high = find_key_range(plan, position + (queries - 1))
+    low, _ = find_key_range(plan, position, end)
+    _, high = find_key_range(plan, position + (queries - 1), end)
     return low // block, jnp.maximum(high + (block - 1), 0) // block
 
 
-def compute_allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
+def compute_allowed(plan: PagedPlan, position: Any, j: Any, end: Any = None) -> Any:
     """Compute whether the query at `position` sees key `j`."""
-    low, high = find_key_range(plan, position)
+    low, high = find_key_range(plan, position, end)
     return (j >= low) & (j < high)
 
 

@@ -12,7 +12,7 @@ the cache at a time. The page table is that of Kwon et al. 2023, arXiv:2309.0618
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,11 @@ def attend(plan: PagedPlan, operands: Operands) -> Part:
         sum=jnp.zeros((*rows, 1), jnp.float32),
     )
     pages_per_seq = operands.page_indices.shape[1]
+    more = (0, plan.block_q)
     longer = operands._replace(
-        q=jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0))),
+        q=jnp.pad(operands.q, (more, (0, 0), (0, 0))),
+        mask=None if operands.mask is None else jnp.pad(operands.mask, (more, (0, 0))),
+        tree_mask=None if operands.tree_mask is None else jnp.pad(operands.tree_mask, (more, (0, 0))),
         page_indices=jnp.pad(operands.page_indices, ((0, 0), (0, -pages_per_seq % plan.block_pages))),
     )
     tiles = build_tiles(operands, plan.block_q)
@@ -61,9 +64,12 @@ def _attend_tile(plan: PagedPlan, operands: Operands, tiles: QueryTiles, number:
     q = _flatten_queries(lax.dynamic_slice_in_dim(operands.q, row, plan.block_q), num_kv_heads)
     nothing = Part(*(jnp.zeros((*q.shape[:2], x.shape[-1]), jnp.float32) for x in found))
     nothing = nothing._replace(max=jnp.full_like(nothing.max, -jnp.inf))
-    first, end = find_block_range(plan, position, queries, plan.block_pages * operands.k_pages.shape[1])
-    pages = operands.page_indices[tiles.sequence[number]]
-    add = functools.partial(_add_block, plan, operands, pages, q, position, queries)
+    sequence = tiles.sequence[number]
+    keys = operands.kv_lens[sequence]
+    first, end = find_block_range(plan, position, queries, plan.block_pages * operands.k_pages.shape[1], keys)
+    before = keys - (operands.cu_q_lens[sequence + 1] - operands.cu_q_lens[sequence])
+    tile = _Tile(sequence, row, queries, position, keys, before)
+    add = functools.partial(_add_block, plan, operands, q, tile)
     part: Part = lax.fori_loop(jnp.int32(first), jnp.int32(end), add, nothing)
     is_own = (jnp.arange(plan.block_q, dtype=jnp.int32) < queries)[:, None, None]
 
@@ -75,18 +81,28 @@ def _attend_tile(plan: PagedPlan, operands: Operands, tiles: QueryTiles, number:
     return Part(*map(put, found, part))
 
 
+class _Tile(NamedTuple):
+    """Queries of one sequence that are computed together; int32."""
+
+    sequence: jax.Array
+    row: jax.Array  # index of the first query in `q`
+    queries: jax.Array  # number of queries
+    position: jax.Array  # position of the first query
+    keys: jax.Array  # number of keys of the sequence
+    before: jax.Array  # number of keys before those of the sequence's queries
+
+
 def _add_block(
     plan: PagedPlan,
     operands: Operands,
-    pages: jax.Array,  # [pages_per_seq]
     q: jax.Array,  # [K, R, H]
-    position: jax.Array,
-    queries: jax.Array,
+    tile: _Tile,
     number: jax.Array,
     old: Part,
 ) -> Part:
     """Update the online softmax of a tile with one more block of pages."""
     # Entries past the sequence's pages may be any integers; no query sees the keys of such pages.
+    pages = operands.page_indices[tile.sequence]
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
     rows = functools.partial(_gather_tokens, named, dtype=q.dtype)
@@ -95,18 +111,52 @@ def _add_block(
     q = q.astype(k.dtype)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
-    sees = compute_allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
-    z = compute_logits(plan, multiply("krh,skh->krs", q, k))  # logits with soft cap, equations (1) and (2)
+    position = (tile.position + t)[:, None]
+    sees = compute_allowed(plan, position, j, tile.keys) & (t < tile.queries)[:, None]  # [R, block]
+    sees = sees & _look_up_masks(plan, operands, tile, t, j)
+    products = multiply("krh,skh->krs", q, k)
+    n = jnp.arange(len(q), dtype=jnp.int32)[:, None, None] * (q.shape[1] // plan.block_q)
+    n = n + (jnp.arange(q.shape[1], dtype=jnp.int32) % (q.shape[1] // plan.block_q))[:, None]  # query head, [K, R, 1]
+    if plan.mask_mod is not None:
+        sees = sees & plan.mask_mod(tile.sequence, n, position, j)
+    z = _compute_changed_logits(plan, operands, products, (tile.sequence, n, position, j))
     z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
-    v = jnp.where(sees.any(axis=0)[:, None, None], v, jnp.zeros_like(v))
+    v = jnp.where(sees.any(axis=tuple(range(sees.ndim - 1)))[:, None, None], v, jnp.zeros_like(v))
     return Part(
         out=old.out * decay + multiply("krs,skv->krv", weights.astype(v.dtype), v),  # weighted sum of values, eq. (6)
         max=top,
         sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
+
+
+def _look_up_masks(plan: PagedPlan, operands: Operands, tile: _Tile, t: jax.Array, j: jax.Array) -> Any:
+    """Look up which keys `j` the tile's queries `t [R]` see by the masks that are arrays, `[R, block]`."""
+    sees: Any = jnp.bool_(True)
+    for mask, first in ((operands.mask, jnp.int32(0)), (operands.tree_mask, tile.before)):
+        if mask is not None:
+            rows = lax.dynamic_slice_in_dim(mask, tile.row, plan.block_q)
+            sees = sees & ((j < first) | rows[:, jnp.clip(j - first, 0, mask.shape[1] - 1)][t])
+    return sees
+
+
+def _compute_changed_logits(
+    plan: PagedPlan, operands: Operands, products: jax.Array, places: tuple[Any, Any, Any, Any]
+) -> jax.Array:
+    """Compute logits with soft cap, equations (1) and (2), from products `[K, R, block]` at `places` b, n, i and j."""
+    if operands.logit_scale is None and operands.alibi_slopes is None and plan.score_mod is None:
+        return compute_logits(plan, products)
+    _, n, i, j = places
+    x = products * jnp.float32(plan.scale)
+    if operands.logit_scale is not None:
+        x = x * operands.logit_scale[n]
+    if operands.alibi_slopes is not None:
+        x = x - operands.alibi_slopes[n] * jnp.abs(i - j).astype(jnp.float32)
+    if plan.score_mod is not None:
+        x = plan.score_mod(x, *places)
+    return x if plan.soft_cap is None else jnp.float32(plan.soft_cap) * jnp.tanh(x / plan.soft_cap)
 
 
 def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:

@@ -34,6 +34,7 @@ FORMULAS = (
     "balanced-2",
     "lengths-0-7-20",
     "own-l4-0-7-20",
+    "chunked-4_or_window-l1-r2_at-0-7-20",
     "causal_and_lengths-3-9-20",
     "window-l3-r0_or_lengths-0-2-1",
 )
@@ -47,6 +48,10 @@ def score_of(level: str, spread: float = 1.0) -> FormulaScore:
     score = score_functions.build_score(level, num_q_heads=N, q_length=T, kv_length=S, spread=spread)
     assert isinstance(score, FormulaScore)
     return score
+
+
+def _compute_dense(score: FormulaScore, batch: int, heads: int, q_length: int, kv_length: int) -> np.ndarray:
+    return score.dense(batch, heads, np.arange(q_length)[None], kv_length)
 
 
 def meant(score: Score, x: float, b: int, n: int, i: int, j: int) -> float:
@@ -72,7 +77,7 @@ def test_a_score_is_its_formula_for_every_row_head_query_and_key(level: str) -> 
     expected = np.reshape([meant(score, 0.75, *at) for at in each()], _SIZES)
     # Tolerance: the tanh of two libraries in float64, a few units in the last place.
     np.testing.assert_allclose(found, expected, rtol=2.0**-50, atol=0)
-    dense = score.dense(*_SIZES)
+    dense = _compute_dense(score, *_SIZES)
     assert (found == (dense * np.tanh(x / dense) if score.caps else x + dense)).all()
 
 
@@ -83,7 +88,7 @@ def test_what_a_score_adds_is_a_number_of_f32_and_of_the_size_of_the_logits(leve
         sizes = {"q_length": q_length, "kv_length": kv_length}
         score = score_functions.build_score(level, num_q_heads=6, **sizes, spread=spread)
         assert isinstance(score, FormulaScore)
-        dense = score.dense(3, 6, q_length, kv_length)
+        dense = _compute_dense(score, 3, 6, q_length, kv_length)
         assert (dense.astype(np.float32) == dense).all()
         assert 0.5 <= np.abs(dense).max() / max(1.0, spread / 2) <= 8
         assert np.ptp(dense) > 0.5
@@ -91,7 +96,7 @@ def test_what_a_score_adds_is_a_number_of_f32_and_of_the_size_of_the_logits(leve
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_heads_and_distances_are_told_apart(level: str) -> None:
-    dense = score_of(level).dense(*_SIZES)
+    dense = _compute_dense(score_of(level), *_SIZES)
     assert (dense != dense[..., :1]).any()
     by_row, by_head = ((dense != dense.take([0], axis)).any() for axis in (0, 1))
     assert by_row == (level == "score-rows")
