@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from impls.contract.implementation import FLOATS
 
@@ -81,6 +81,41 @@ def _normalize_side(side: Side) -> Side:
     return None if side is None or side >= _UNBOUNDED_SIDE else int(side)
 
 
+class QueryPlaces(NamedTuple):
+    """The place of each query, int32 `[length]`; any integers for padding queries."""
+
+    is_real: Bool[Array, " length"]  # whether it is no padding
+    sequence: Int32[Array, " length"]
+    position: Int32[Array, " length"]  # its position in the sequence
+    kv_start: Int32[Array, " length"]  # the packed index of the sequence's first key
+    keys: Int32[Array, " length"]  # the number of the sequence's keys
+    before: Int32[Array, " length"]  # the number of these keys that come before those of the sequence's queries
+
+
+def find_places(tables: SequenceTables, length: int) -> QueryPlaces:
+    """Find the places of `length` packed queries. Entries of tables past the last sequence may be any integers."""
+    count = tables.num_seqs[0]
+    exists = jnp.arange(len(tables.cu_q_lens) - 1, dtype=jnp.int32) < count
+
+    def ends_of(starts: jax.Array) -> jax.Array:
+        return jnp.where(exists, starts[1:], starts[count])
+
+    q_ends, kv_ends = ends_of(tables.cu_q_lens), ends_of(tables.cu_kv_lens)
+    token = jnp.arange(length, dtype=jnp.int32)
+    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # padding is past all sequences
+    sequence = jnp.minimum(sequence, len(q_ends) - 1)
+    kv_start = tables.cu_kv_lens[sequence]
+    keys = kv_ends[sequence] - kv_start
+    return QueryPlaces(
+        is_real=token < tables.cu_q_lens[count],
+        sequence=sequence,
+        position=keys - (q_ends[sequence] - token),
+        kv_start=kv_start,
+        keys=keys,
+        before=keys - (q_ends[sequence] - tables.cu_q_lens[sequence]),
+    )
+
+
 def compute_key_ranges(
     tables: SequenceTables, sides: tuple[Side, Side], length: int
 ) -> tuple[Int32[Array, " {length}"], Int32[Array, " {length}"]]:
@@ -94,22 +129,9 @@ def compute_key_ranges(
     Returns:
       int32 `[length]` each.
     """
-    left, right = sides
-    count = tables.num_seqs[0]
-    exists = jnp.arange(len(tables.cu_q_lens) - 1, dtype=jnp.int32) < count
-
-    def ends_of(starts: jax.Array) -> jax.Array:
-        return jnp.where(exists, starts[1:], starts[count])
-
-    q_ends, kv_ends = ends_of(tables.cu_q_lens), ends_of(tables.cu_kv_lens)
-    token = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # padding is past all sequences
-    real = token < tables.cu_q_lens[count]
-    sequence = jnp.minimum(sequence, len(q_ends) - 1)
-    kv_start = tables.cu_kv_lens[sequence]
-    kv_length = kv_ends[sequence] - kv_start
-    position = kv_length - (q_ends[sequence] - token)
+    (left, right), places = sides, find_places(tables, length)
+    position, kv_start = places.position, places.kv_start
     low = jnp.zeros_like(position) if left is None else jnp.maximum(position - left, 0)
-    high = kv_length if right is None else jnp.minimum(position + (right + 1), kv_length)
-    some = real & (low < high)
+    high = places.keys if right is None else jnp.minimum(position + (right + 1), places.keys)
+    some = places.is_real & (low < high)
     return jnp.where(some, kv_start + low, 0), jnp.where(some, kv_start + high, 0)

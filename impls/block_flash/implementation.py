@@ -49,6 +49,7 @@ def build_packed_implementation(name: str, *, block_q: int, block_kv: int) -> Im
         empty_rows="zero",
         behind_mask="any",
         storage="packed",
+        offers=frozenset({"placed", "tree", "packed_segments", "alibi_slopes", "score_mod"}),
         refuses_by_signature=True,
         variants={
             "default_blocks": packed_attention,

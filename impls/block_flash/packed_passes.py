@@ -9,7 +9,8 @@ blocks are computed too, since a block may be empty for only some of the tables.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ from impls.block_flash.operand_blocks import (
     join_keys,
     join_queries,
 )
-from impls.packed_sequences import SequenceTables, compute_key_ranges
+from impls.captured_arrays import Captured
+from impls.packed_sequences import QueryPlaces, SequenceTables, compute_key_ranges, find_places
 from impls.varying_axes import find_varying_axes, mark_varying
 
 
@@ -39,6 +41,18 @@ class PackedPlan(FlashSizes):
 
     left: int | None
     right: int | None
+    # Functions of places (docs/contract.md, section 2): whether a query sees a key, and a change of its logit.
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+
+
+class PairOperands(NamedTuple):
+    """Operands without gradients that say more of pairs of a query and a key; None where a call lacks them."""
+
+    segment_ids: tuple[Int32[Array, " total_q"], Int32[Array, " total_kv"]] | None = None
+    mask: Bool[Array, "total_q S"] | None = None  # whether a query sees each key of its sequence
+    tree_mask: Bool[Array, "total_q W"] | None = None  # whether it sees the key of each query of its sequence
+    alibi_slopes: Float32[Array, " N"] | None = None
 
 
 class KeyRanges(NamedTuple):
@@ -97,6 +111,10 @@ class _QueryBlocks(NamedTuple):
     high: Int32[Array, " block_q"]
     first: Int32[Array, ""]  # first block of keys to visit
     end: Int32[Array, ""]  # one past the last block of keys to visit
+    places: QueryPlaces | None  # `[block_q]` each; None if no function and no operand of pairs needs them
+    ids: Int32[Array, " block_q"] | None
+    mask: Bool[Array, "block_q S"] | None
+    tree_mask: Bool[Array, "block_q W"] | None
 
 
 class _KeyBlocks(NamedTuple):
@@ -106,16 +124,16 @@ class _KeyBlocks(NamedTuple):
     v: Float[Array, "kv_blocks 1 K block_kv V"]
 
 
-def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
+def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables, of_pairs: PairOperands) -> Outputs:
     """Compute attention over packed sequences in memory linear in the lengths. Results have a batch axis of size 1."""
-    queries, keys = _cut_operands(plan, operands, tables)
+    queries, keys = _cut_operands(plan, operands, tables, of_pairs)
     nothing = start_softmax(queries.q.shape[1:-1], operands.v.shape[-1])
     nothing = mark_varying(nothing, find_varying_axes((operands, tables)))
 
     def attend(block: _QueryBlocks) -> RunningSoftmax:
         def add(kv_block: jax.Array, old: RunningSoftmax) -> RunningSoftmax:
             def computed() -> RunningSoftmax:
-                return add_block(old, _compute_pair(plan, block, keys, kv_block))
+                return add_block(old, _compute_pair(plan, of_pairs, block, keys, kv_block))
 
             new: RunningSoftmax = lax.cond(has_pair(plan, block.low, block.high, kv_block), computed, lambda: old)
             return new
@@ -130,13 +148,14 @@ def backward(
     plan: PackedPlan,
     operands: PackedOperands,
     tables: SequenceTables,
+    of_pairs: PairOperands,
     out: Float[Array, "1 total_q N V"],
     logsumexp: Float32[Array, "1 N total_q"],
     d_out: Float[Array, "1 total_q N V"],
     d_logsumexp: Float32[Array, "1 N total_q"],
 ) -> PackedOperands:
     """Compute the gradient of every operand, in the operand's shape and dtype; 0 for tokens past the last sequence."""
-    queries, keys = _cut_operands(plan, operands, tables)
+    queries, keys = _cut_operands(plan, operands, tables, of_pairs)
     shift = replace_neg_inf(logsumexp)
     # The row sums D - dlse, where D is equation (11) of `impls.block_flash.backward`.
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
@@ -159,9 +178,8 @@ def backward(
             sums, dq = found
 
             def computed() -> PairGradients:
-                return compute_pair_gradients(_compute_pair(plan, block, keys, kv_block), do, shift, rows)._replace(
-                    dx=None
-                )
+                pair = _compute_pair(plan, of_pairs, block, keys, kv_block)
+                return compute_pair_gradients(pair, do, shift, rows)._replace(dx=None)
 
             parts: PairGradients = lax.cond(has_pair(plan, block.low, block.high, kv_block), computed, lambda: nothing)
             dk, dv = take_block(sums.k, kv_block) + parts.dk, take_block(sums.v, kv_block) + parts.dv
@@ -181,15 +199,55 @@ def backward(
 
 
 def _cut_operands(
-    plan: PackedPlan, operands: PackedOperands, tables: SequenceTables
+    plan: PackedPlan, operands: PackedOperands, tables: SequenceTables, of_pairs: PairOperands
 ) -> tuple[_QueryBlocks, _KeyBlocks]:
     ranges = compute_ranges(plan, tables)
     q = cut_queries(plan, operands.q[None])
     # A query outside all sequences may be NaN, and in the backward pass 0 * NaN is not 0.
     q = jnp.where((ranges.low < ranges.high)[:, None, None, None, :, None], q, jnp.zeros((), q.dtype))
-    return _QueryBlocks(q, *ranges), _KeyBlocks(cut_keys(plan, operands.k[None]), cut_keys(plan, operands.v[None]))
+
+    def cut(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        padded = jnp.pad(x, ((0, -len(x) % plan.block_q), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, plan.block_q, *x.shape[1:])
+
+    needs_places = plan.mask_mod or plan.score_mod or any(x is not None for x in of_pairs[1:])
+    places = jax.tree.map(cut, find_places(tables, plan.q_length)) if needs_places else None
+    ids = None if of_pairs.segment_ids is None else of_pairs.segment_ids[0]
+    further = (places, cut(ids), cut(of_pairs.mask), cut(of_pairs.tree_mask))
+    keys = _KeyBlocks(cut_keys(plan, operands.k[None]), cut_keys(plan, operands.v[None]))
+    return _QueryBlocks(q, *ranges, *further), keys
 
 
-def _compute_pair(plan: PackedPlan, block: _QueryBlocks, keys: _KeyBlocks, kv_block: jax.Array) -> Pair:
+def _compute_pair(
+    plan: PackedPlan, of_pairs: PairOperands, block: _QueryBlocks, keys: _KeyBlocks, kv_block: jax.Array
+) -> Pair:
     seen = compute_allowed(plan, block.low, block.high, kv_block)
-    return compute_pair_logits(plan, block.q, take_block(keys.k, kv_block), take_block(keys.v, kv_block), seen)
+    k, v = take_block(keys.k, kv_block), take_block(keys.v, kv_block)
+    j = kv_block * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32)
+    if of_pairs.segment_ids is not None and block.ids is not None:
+        seen = seen & (block.ids[:, None] == of_pairs.segment_ids[1][jnp.minimum(j, plan.kv_length - 1)])
+    if block.places is None:
+        return compute_pair_logits(plan, block.q, k, v, seen)
+    places = jax.tree.map(lambda x: x[:, None], block.places)
+    j = j - places.kv_start  # the place of each key in the sequence of each query, [block_q, block_kv]
+    for mask, first in ((block.mask, 0), (block.tree_mask, places.before)):
+        if mask is not None:
+            column = jnp.clip(j - first, 0, mask.shape[1] - 1)
+            seen = seen & ((j < first) | jnp.take_along_axis(mask, column, axis=1))
+    n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
+    if plan.mask_mod is not None:
+        seen = seen & plan.mask_mod(places.sequence, n, places.position, j)
+    penalty = None
+    if of_pairs.alibi_slopes is not None:
+        penalty = of_pairs.alibi_slopes[n][None] * jnp.abs(places.position - j).astype(jnp.float32)
+
+    def score(x: jax.Array, captured: Captured) -> jax.Array:
+        assert plan.score_mod is not None
+        changed: jax.Array = plan.score_mod(x, places.sequence, n, places.position, j)
+        return changed
+
+    return compute_pair_logits(
+        plan, block.q, k, v, seen, penalty=penalty, score=None if plan.score_mod is None else score
+    )
