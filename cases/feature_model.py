@@ -89,6 +89,7 @@ _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
         "moba_all": _make_moba_formatter(4, 99),
     },
     "own": {},  # the axis `own_window` has its levels
+    "tree": {},  # for stored sequences (`cases.storage_forms.sequence_mask_cases`)
 }
 
 

@@ -10,8 +10,8 @@ decoding case has 33,024 keys (`cases.size_model`).
 The edge of the window lies at the far end of the long axis. So an off-by-one error in a position there hides or exposes
 a key.
 
-Two further cases have more batch rows or heads than 65,535, the most blocks that CUDA launches along the second and the
-third axis of a grid. They have one query and few keys.
+Further cases have more batch rows, heads, or rows of stored queries (tokens times heads) than 65,535, the most blocks
+that CUDA launches along the second and the third axis of a grid. They have few queries and few keys.
 """
 
 from __future__ import annotations
@@ -50,8 +50,14 @@ def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: 
 
 
 def select_wide_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select one case with many batch rows and one with many heads, each with a single query."""
-    found = []
+    """Select cases with many batch rows, many heads, and many packed or paged queries."""
+    found = [
+        Case(
+            **{"phase": "prefill", "batch": _MANY // 128, "q_length": 8, "kv_length": 8, "storage": storage},
+            **{"num_q_heads": 16, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "mask": "causal", "seed": seed},
+        )
+        for storage in ("packed", "paged8")
+    ]
     for many in ({"batch": _MANY}, {"num_q_heads": _MANY, "num_kv_heads": _MANY}):
         sizes: dict[str, Any] = {"batch": 1, "num_q_heads": 1, "num_kv_heads": 1, **many}
         found.append(

@@ -298,7 +298,7 @@ KINDS: tuple[Kind, ...] = (
         type=Tree,
         says="a tree of drafted tokens at the end of each sequence",
         build=_build_tree,
-        example="tree-9",
+        example="tree-9_at-50",
     ),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}

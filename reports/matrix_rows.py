@@ -13,11 +13,12 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "heads": ("mha", "gqa", "mqa"),
     "mask": (
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
-        *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
+        *("dense_batch", "indexer", "moba", "own_window", "tree", "offset", "placed"),
+        "segment_ids",
     ),
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),
-    "storage": tuple(FORMS),
+    "storage": (*FORMS, "later_pages", "packed_segments"),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
 }
 """The names of features by kind, in the order of the matrix rows."""

@@ -15,10 +15,13 @@ from cases.covering_model import Axis, Model
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases, build_case
 from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
+    CHUNK_STARTS,
+    DEEPEST,
     FIRST,
     FORTY,
     HEAD_AXES,
     LARGE_GROUP,
+    LONG,
     MANY_KEY_HEADS,
     MAX_DRAWN_LENGTH,
     VALUE_AXES,
@@ -159,6 +162,9 @@ CASES = FormCases(
             "mask": f"own-linf-{FORTY}",
             "storage": f"packed-q{FORTY}",
         },
+        "long": {**LONG, "storage": "packed", "dtype": "bf16"},
+        "chunk_starts": {**CHUNK_STARTS, "storage": "packed"},
+        "deepest": {**DEEPEST, "storage": "packed-q5-1"},
     },
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,

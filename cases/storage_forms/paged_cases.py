@@ -24,10 +24,13 @@ from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases
 from cases.storage_forms.page_write_cases import WRITE_SHAPES, build_write_models
 from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
+    CHUNK_STARTS,
+    DEEPEST,
     FIRST,
     FORTY,
     HEAD_AXES,
     LARGE_GROUP,
+    LONG,
     MANY_KEY_HEADS,
     MAX_DRAWN_LENGTH,
     VALUE_AXES,
@@ -381,16 +384,11 @@ CASES = FormCases(
             "mask": "own-l127-200-393-17",
             "storage": "paged16-q1-393-1",
         },
-        # More keys than 16 bits with a sign can count, and more pages than 512.
-        "long": {
-            "phase": "decode",
-            "batch": 1,
-            "q_length": 1,
-            "kv_length": 33_281,
-            "mask": "own-linf-33281",
-            "storage": "paged64",
-            "soft_cap": None,
-        },
+        # Also more pages than 512.
+        "long": {**LONG, "storage": "paged64"},
+        "long_in_bf16": {**LONG, "storage": "paged64", "dtype": "bf16"},
+        "chunk_starts": {**CHUNK_STARTS, "storage": "paged16"},
+        "deepest": {**DEEPEST, "storage": "paged16-q5-1"},
     },
     trace_fields=(
         {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32},

@@ -43,6 +43,22 @@ MANY_KEY_HEADS = {"num_q_heads": 9, "num_kv_heads": 9}
 """Fields of a case with more than eight key/value heads."""
 LARGE_GROUP = {"num_q_heads": 17, "num_kv_heads": 1}
 """Fields of a case with more than sixteen query heads to a key/value head, an odd number of them."""
+_STARTS = range(124, 133)
+CHUNK_STARTS: dict[str, Any] = {
+    **{"phase": "prefill", "batch": len(_STARTS), "q_length": 5, "kv_length": 5 + max(_STARTS)},
+    "mask": "own-linf-" + "-".join(str(start + 5) for start in _STARTS),
+}
+"""Fields of a case with chunks of five queries that begin at each place near the 128th key."""
+DEEPEST: dict[str, Any] = {
+    **{"phase": "prefill", "batch": 2, "q_length": 5, "kv_length": 100, "head_dim": 512, "v_head_dim": 512},
+    "mask": "own-linf-100-37",
+}
+"""Fields of a case with the largest depths of published kernels."""
+LONG: dict[str, Any] = {
+    **{"phase": "decode", "batch": 1, "q_length": 1, "kv_length": 33_281, "mask": "own-linf-33281"},
+    "soft_cap": None,  # each key has some weight
+}
+"""Fields of a case with more keys than 16 bits with a sign can count."""
 MAX_DRAWN_LENGTH = 150
 _MAX_DRAWN_SEQUENCES = 6
 _MAX_DRAWN_TOKENS = 40  # the most sequences in decode, where each has one query at most

@@ -59,12 +59,13 @@ class ImplementationGrids:
         Then those of functions that capture arrays, and of masks and operands over stored sequences.
         """
         offers = self.implementation.offers
-        models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
-        if offers.issuperset({"captures", "score_mod"}):
-            models.append(build_capture_model())
-        if self.implementation.storage is not None:
+        if self.implementation.storage is None:
+            models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
+            if offers.issuperset({"captures", "score_mod"}):
+                models.append(build_capture_model())
+        else:
             find = load_form_cases(self.implementation.storage).find_further_models
-            models += find(self.implementation.writes_pages, offers) if find else ()
+            models = list(find(self.implementation.writes_pages, offers) if find else ())
         return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 
 from cases.case import OPT_IN
 from cases.mask_spec import KINDS
-from cases.masks import And, Mask, Or
+from cases.masks import And, Mask, Or, Placed
 from cases.operand_registry import GRADIENT_OF, OPERANDS
 from cases.operand_values import Cotangent, Problem
 from conformance import environment
@@ -384,7 +384,7 @@ def _rebuild_mask(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
 
 
 # Masks are pytrees, so that they can be arguments of traced functions. The fields in `traced` are their children.
-_KINDS: dict[type[Mask], None] = dict.fromkeys([*(kind.type for kind in KINDS), And, Or])
+_KINDS: dict[type[Mask], None] = dict.fromkeys([*(kind.type for kind in KINDS), And, Or, Placed])
 for _kind in _KINDS:
     if _kind.traced:
         jax.tree_util.register_pytree_node(

@@ -53,13 +53,23 @@ def test_other_kernels_are_asked_of_other_depths_lengths_and_masks() -> None:
 def test_they_are_asked_from_standard_on() -> None:
     implementation = implementation_registry.find_implementation("dot_product")
     asked = ImplementationGrids(implementation, "quick", 0)
-    large = {*select_long_sequence_cases(), *select_wide_cases()}
+    large = {*select_long_sequence_cases(), *select_wide_cases(0, implementation.supports)}
     assert not large & set(GRID.cases(asked))
     assert large <= set(GRID.cases(dataclasses.replace(asked, level="standard")))
 
 
+@pytest.mark.parametrize(("name", "form"), [("paged", "paged"), ("block_flash_packed", "packed")])
+def test_stored_queries_are_more_than_the_blocks_of_a_launch_from_standard_on(name: str, form: str) -> None:
+    implementation = implementation_registry.find_implementation(name)
+    (case,) = select_wide_cases(0, implementation.supports)
+    assert case.stored is not None
+    assert case.stored.form == form
+    assert case.batch * case.q_length * case.num_q_heads > 2**16
+    assert case in GRID.cases(ImplementationGrids(implementation, "standard", 0))
+
+
 def test_an_interpreted_kernel_is_not_asked_of_very_many_rows_and_heads() -> None:
-    rows, heads = select_wide_cases()
+    rows, heads = (case for case in select_wide_cases() if case.storage is None)
     assert min(rows.batch, heads.num_q_heads) > 2**16, "more than the blocks of a launch"
     implementation = implementation_registry.find_implementation("flash_gpu")
     assert implementation.supports(rows) is implementation.supports(heads) is None
