@@ -89,13 +89,12 @@ _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
         "moba_all": _make_moba_formatter(4, 99),
     },
     "own": {},  # the axis `own_window` has its levels
-    "tree": {},  # for stored sequences (`cases.storage_forms.sequence_mask_cases`)
 }
 
 
 def _list_formatters(kind: Kind) -> dict[str, _MaskFormatter]:
-    """List the mask levels of a kind; by default its example."""
-    return _FORMATTERS.get(kind.name, {kind.name: lambda q, kv, batch: kind.example})
+    """List the mask levels of a kind; by default its example, if it has one."""
+    return _FORMATTERS.get(kind.name, {kind.name: lambda q, kv, batch: kind.example} if kind.example else {})
 
 
 _MASK_FORMATTERS = {level: spec for kind in KINDS for level, spec in _list_formatters(kind).items()} | {

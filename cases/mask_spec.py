@@ -67,7 +67,7 @@ class Kind:
     # `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
     build: Callable[..., Mask]
     # A term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's level in
-    # the covering array if `cases.feature_model` has no other.
+    # the covering array if `cases.feature_model` has no other. It is empty for masks over stored sequences only.
     example: str
     feature: str = ""  # name of that feature, if it differs from the feature of the class
     also: tuple[str, ...] = ()  # names of other features that an implementation needs for this kind
@@ -298,7 +298,7 @@ KINDS: tuple[Kind, ...] = (
         type=Tree,
         says="a tree of drafted tokens at the end of each sequence",
         build=_build_tree,
-        example="tree-9_at-50",
+        example="",
     ),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}

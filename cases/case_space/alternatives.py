@@ -22,7 +22,7 @@ from cases.score_functions import CAPPING
 Supports = Callable[[Case], "str | None"]
 """A function that returns why a case is not supported, or None if it is."""
 
-MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS}
+MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS if kind.example}
 """For each kind of mask, an example spec that fits the plain case; the plainest kind comes first."""
 _OFFSETS = {kind.name: f"{kind.example}-o3" for kind in KINDS if kind.offset == "any"}
 _JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}

@@ -35,7 +35,7 @@ _CROSS = "cross"
 """The name of the shape with sequences of fewer keys than queries, where queries have no positions."""
 _AXES = (
     Axis("mask", _MASKS, combined="causal"),
-    Axis("heads", ((2, 2), (4, 2), (6, 1)), combined=(4, 2)),
+    Axis("heads", ((4, 2), (2, 2), (6, 1)), combined=(4, 2)),
     Axis("depths", ((64, 64), (16, 48)), combined=(16, 48)),
     Axis("distribution", ("normal", "large", "dominant", "cancel"), cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),

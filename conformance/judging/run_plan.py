@@ -170,7 +170,8 @@ def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first:
             for grid in (*grids.operand_grids, grids.grid):
                 selections |= assign_subchecks(implementation, grid, seed)
         jobs += [
-            Job(implementation, case, scope_checks, selections.get(case, ALL_SUBCHECKS)) for case in scope.cases(grids)
+            Job(implementation, case, scope_checks, selections.get(case, ALL_SUBCHECKS))
+            for case in dict.fromkeys(scope.cases(grids))  # grids may have the same plainest case
         ]
     return jobs
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases import operand_values
+from cases import mask_spec, operand_values
 from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
 from cases.grid import build_grid
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, MaskFunction, OwnWindow, Window, place
 from cases.storage_forms import storage_layout
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.page_writes import find_write_refusal
 from cases.storage_forms.server_traces import LENGTHS, STEPS, build_traces, iter_steps
-from cases.storage_forms.stored_cases import find_refusal, list_other_masks, lower_sides, with_length
+from cases.storage_forms.stored_cases import find_refusal, list_other_masks, lower_stored_mask, with_length
 
 MIXED = parse_case_id("prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/paged16-q21-1-1-8/normal/s0")
 SHARED = dataclasses.replace(MIXED, storage="shared4-q21-1-1-8")
@@ -223,12 +223,74 @@ def test_sides_of_masks(mask: Mask, seen: Sides | None) -> None:
 
 def test_how_masks_reach_stored_calls() -> None:
     own = OwnWindow(6, (1, -1)) & Lengths((5, 3))
-    assert lower_sides(own, 2, 1, 4, 7, form="paged")[0] == {"window": (6, 0)}
-    assert lower_sides(Causal(3), 2, 1, 4, 7, form="paged")[0] == {}
-    assert lower_sides(Causal(3), 2, 1, 4, 7, form="packed")[0] == {"causal": True}
-    assert lower_sides(Full(), 2, 1, 4, 7, form="packed")[0] == {}
-    with pytest.raises(NotImplementedError, match="paged"):
-        lower_sides(Full(), 2, 1, 4, 7, form="paged")
+    assert lower(own, "paged") == {"window": (6, 0)}
+    assert lower(Causal(3), "paged") == {}
+    assert lower(Causal(3), "packed") == {"causal": True}
+    assert lower(Full(), "packed") == {}
+    assert lower(Full(), "paged") == {"causal": False}
+    assert lower(Causal(3), "paged", "causal") == {"causal": True}
+    with pytest.raises(NotImplementedError, match="ring"):
+        lower(Full(), "ring")
+
+
+def lower(mask: Mask, form: str, *parameters: str) -> dict[str, Any]:
+    static, arrays = lower_stored_mask(mask, 2, 1, 4, 7, form=form, parameters=parameters or None)
+    return {**static, **arrays}
+
+
+ENDS = Lengths((5, 3))
+CHUNKS = place(Chunked(4), (1, -1)) & ENDS
+AHEAD = place(Window(2, 1), (1, -1)) & ENDS
+TREE = mask_spec.build_mask("tree-4-2_at-5-3", 2, 1, 4, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "parameters", "lowered"),
+    [
+        (CHUNKS, ("mask_mod", "mask"), {"mask_mod": MaskFunction(Chunked(4))}),
+        (CHUNKS, ("mask",), {"mask": CHUNKS.dense(4, 7)}),
+        (AHEAD, ("causal", "window", "mask_mod"), {"causal": False, "window": (2, 1)}),
+        (AHEAD, ("causal", "mask_mod"), {"causal": False, "mask_mod": MaskFunction(Window(2, 1))}),
+        (TREE, ("causal", "mask", "parents", "tree_mask"), {"causal": True, "tree_mask": TREE.dense(4, 7)}),
+        (TREE, ("mask", "parents"), {"parents": TREE.dense(4, 7)}),
+        (TREE, ("mask",), {"mask": TREE.dense(4, 7)}),
+        (ENDS, ("causal",), {"causal": False}),
+    ],
+)
+def test_other_masks_go_to_the_parameters_that_a_paged_call_has(
+    mask: Mask, parameters: tuple[str, ...], lowered: dict[str, Any]
+) -> None:
+    found = lower(mask, "paged", *parameters)
+    assert found.keys() == lowered.keys()
+    assert all(np.all(found[name] == value) for name, value in lowered.items())
+
+
+@pytest.mark.parametrize(
+    ("mask", "parameters", "missing"),
+    [
+        (CHUNKS, ("window",), "mask_mod"),
+        (AHEAD, ("window", "mask_mod"), "causal"),
+        (TREE, ("mask_mod",), "tree_mask"),
+        (ENDS, ("window",), "causal"),
+    ],
+)
+def test_a_paged_call_without_the_parameter_does_not_support_the_mask(
+    mask: Mask, parameters: tuple[str, ...], missing: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"no parameter '{missing}'"):
+        lower(mask, "paged", *parameters)
+
+
+def test_a_drafted_token_sees_itself_its_ancestors_and_what_came_before() -> None:
+    allowed = mask_spec.build_mask("tree-9-4_at-30-4", 2, 1, 9, 30, 3).dense(9, 30)[:, 0]
+    assert allowed[0, :, :21].all()
+    own = allowed[0, :, 21:]
+    assert not np.triu(own, 1).any()
+    assert own.diagonal().all()
+    for t in range(9):  # what an ancestor sees, its descendants see
+        assert all((own[t] >= own[above]).all() for above in np.flatnonzero(own[t]))
+    assert (own != np.tri(9, dtype=bool)).any(), "no siblings"
+    assert not allowed[1, :, 4:].any(), "past the second sequence"
 
 
 def test_what_no_stored_call_is_asked_for() -> None:

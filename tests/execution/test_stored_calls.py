@@ -97,7 +97,7 @@ def test_kinds_are_read_from_names() -> None:
         ("q, k, v, *, cu_q_lens", "lacks 'cu_kv_lens'"),
         ("q, k, v, *, kv_lens", "lacks 'cu_q_lens'"),
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, block_tables", "needs the argument 'block_tables'"),
-        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, mask", "needs the argument 'mask'"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, bias", "needs the argument 'bias'"),
     ],
 )
 def test_what_is_missing_is_named(parameters: str, message: str) -> None:
