@@ -51,13 +51,9 @@ def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: 
 
 def select_wide_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """Select cases with many batch rows, many heads, and many packed or paged queries."""
-    found = [
-        Case(
-            **{"phase": "prefill", "batch": _MANY // 128, "q_length": 8, "kv_length": 8, "storage": storage},
-            **{"num_q_heads": 16, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "mask": "causal", "seed": seed},
-        )
-        for storage in ("packed", "paged8")
-    ]
+    stored: dict[str, Any] = {"phase": "prefill", "batch": _MANY // 128, "q_length": 8, "kv_length": 8}
+    stored |= {"num_q_heads": 16, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "mask": "causal", "seed": seed}
+    found = [Case(**stored, storage=storage) for storage in ("packed", "paged8")]
     for many in ({"batch": _MANY}, {"num_q_heads": _MANY, "num_kv_heads": _MANY}):
         sizes: dict[str, Any] = {"batch": 1, "num_q_heads": 1, "num_kv_heads": 1, **many}
         found.append(
