@@ -203,9 +203,16 @@ def unified(
     window: Any = None,
     soft_cap: Any = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     scale: Any = None,
 ) -> Any:
-    """`ejkernel.kernels._xla.unified_attention`: queries see the last `sliding_window` keys, their own among them."""
+    """`ejkernel.kernels._xla.unified_attention`: queries see the last `sliding_window` keys, their own among them.
+
+    Slopes multiply the place of a key after the sequence's first query, as in vLLM, and not its distance. The softmax
+    cancels the difference unless there is a sink or a soft cap.
+    """
+    if alibi_slopes is not None and (sinks is not None or soft_cap is not None):
+        raise NotImplementedError("alibi_slopes with sinks or a soft cap have another meaning than in the contract")
     return unified_attention(
         q,
         k_pages,
@@ -213,6 +220,7 @@ def unified(
         kv_lens,
         page_indices,
         cu_q_lens,
+        alibi_slopes=alibi_slopes,
         softmax_aux=sinks,
         softmax_scale=scale,
         sliding_window=None if window is None else window[0] + 1,
