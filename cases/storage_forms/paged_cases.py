@@ -265,6 +265,21 @@ def _build_compiled() -> tuple[Case, ...]:
         ),
         build_case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
         *_build_compiled_scales(),
+        build_case(
+            (64, 512),
+            (8, 2),
+            (64, 64),
+            "chunked-128_at-512-300",
+            batch=2,
+            phase="prefill",
+            storage="paged16-q64-1",
+            alibi=True,
+            soft_cap=30.0,
+            logit_scale=True,
+        ),
+        build_case(
+            (16, 512), (8, 2), (64, 64), "tree-16-9_at-512-90", batch=2, phase="prefill", storage="paged16-q16-9"
+        ),
     )
 
 

@@ -78,7 +78,7 @@ def attention(
 
     The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
 
-    Masks other than causal ones and windows, ALiBi, functions of places and a logit scale are for plain JAX only.
+    Masks other than causal ones and windows, ALiBi, functions of places and a logit scale are for plain JAX and Triton.
 
     Args:
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
@@ -115,7 +115,7 @@ def attention(
     right = 0 if causal else right
     further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
     _check_further(q, further)
-    if backend != "portable":
+    if backend in ("tpu", "mosaic"):
         _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
@@ -239,10 +239,10 @@ def _check_further(q: Any, further: Mapping[str, Any]) -> None:
 
 
 def _refuse_further(right: int | None, given: Mapping[str, Any]) -> None:
-    """Raise `NotImplementedError` for a mask or operand that only the plain JAX kernel supports."""
+    """Raise `NotImplementedError` for a mask or operand that the TPU kernel and the Mosaic GPU kernel lack."""
     refused = [name for name, x in given.items() if x is not None] + ["causal=False"] * (right != 0)
     if refused:
-        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' only")
+        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' and 'gpu' only")
 
 
 def _check_stored_dtypes(k: Any, v: Any) -> None:

@@ -59,10 +59,14 @@ class KeyShares(NamedTuple):
     own: jax.Array  # [L], number of the tile's shares; 0 if its queries see no key
 
 
-def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:
-    """Build the shares of a call with blocks of `block` keys: about `programs`, plus at most one per tile."""
+def build_shares(plan: PagedPlan, tiles: QueryTiles, keys: jax.Array, *, block: int, programs: int) -> KeyShares:
+    """Build the shares of a call with blocks of `block` keys: about `programs`, plus at most one per tile.
+
+    Args:
+      keys: int32 `[L]`, number of keys of each tile's sequence.
+    """
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
-    first, end = find_block_range(plan, tiles.position, tiles.queries, block)
+    first, end = find_block_range(plan, tiles.position, tiles.queries, block, keys)
     first = jnp.broadcast_to(first, number.shape)
     blocks = jnp.where(number < tiles.total, jnp.maximum(end - first, 0), 0)
     size = jnp.maximum((blocks.sum(dtype=jnp.int32) + (programs - 1)) // programs, 1)
@@ -91,6 +95,7 @@ MOSAIC_MIN_ROWS = 8
 # Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
 _NUM_PROGRAMS = 256
 
+_FURTHER = ("mask", "tree_mask", "alibi_slopes", "logit_scale")  # operands that only some calls have
 Arrays = dict[str, Any]
 
 
@@ -133,6 +138,7 @@ class _Rows(NamedTuple):
     query: jax.Array  # index of the row's query in the tile
     there: jax.Array  # whether the row's query and head exist
     packed: jax.Array  # index of the row in an array `[total_q * N, .]`; all indices differ
+    head: jax.Array  # query head
 
 
 def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
@@ -152,10 +158,15 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret, mosaic:
     programs = plan.programs
     if programs is None:
         programs = _count_mosaic_programs(launch, operands) if mosaic else -(-_NUM_PROGRAMS // launch.columns)
-    shares = build_shares(plan, tiles, block=launch.block, programs=programs)
+    keys = operands.kv_lens[tiles.sequence]
+    shares = build_shares(plan, tiles, keys, block=launch.block, programs=programs)
     real = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.total
     tiles = tiles._replace(queries=jnp.where(real, tiles.queries, 0))
     arrays: Arrays = {name: x for name, x in {**tiles._asdict(), **shares._asdict()}.items() if name != "total"}
+    arrays |= {
+        "keys": keys,
+        "queries_in_all": operands.cu_q_lens[tiles.sequence + 1] - operands.cu_q_lens[tiles.sequence],
+    }
     # `shard_map` checks over which mesh axes arrays vary: outputs must name the operands' axes.
     varying = find_varying_axes(operands)
     arrays = mark_varying(arrays, varying)
@@ -188,6 +199,7 @@ def _attend_with_triton(launch: _Launch, operands: Operands, arrays: Arrays, int
         "q": operands.q.reshape(-1, launch.depth),
         "k": operands.k_pages.reshape(-1, launch.depth),
         "v": operands.v_pages.reshape(-1, launch.v_depth),
+        **{name: x for name in _FURTHER if (x := getattr(operands, name)) is not None},
     }
     longest = len(arrays["tile"])
     rows = longest * launch.columns * launch.rows
@@ -293,8 +305,10 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     head, _ = launch.place(column)
     q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)  # [rows, H]
     i = (position + rows.query)[:, None]  # [rows, 1]
-    low, _ = find_key_range(plan, position)
-    _, high = find_key_range(plan, position + queries - 1)
+    keys = inputs["keys"][tile]
+    low, _ = find_key_range(plan, position, keys)
+    _, high = find_key_range(plan, position + queries - 1, keys)
+    at = _Places(sequence, row + rows.query, rows.there, rows.head, i, keys - inputs["queries_in_all"][tile], keys)
 
     def visit(number: Scalar, old: Part) -> Part:
         j = compute_positions(number * launch.block, launch.block)  # [block]
@@ -305,9 +319,14 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
         k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)  # [block, H]
         v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)  # [block, V]
-        z = jnp.where(
-            compute_allowed(plan, i, j[None, :]), compute_logits(plan, multiply_tiles(q, k, (1, 1))), -jnp.inf
-        )  # masked logits, equations (1) to (3)
+        allowed = compute_allowed(plan, i, j[None, :], keys)
+        if plan.mask_mod is not None or "mask" in inputs or "tree_mask" in inputs:
+            allowed = allowed & _look_up_masks(plan, inputs, at, j)
+            # Keys that these masks hide from every query may be NaN too.
+            some = jnp.max(allowed.astype(jnp.int32), axis=0) > 0
+            v = jnp.where(some[:, None], v, jnp.zeros_like(v))
+        z = _compute_logits(plan, inputs, at, multiply_tiles(q, k, (1, 1)), j)
+        z = jnp.where(allowed, z, -jnp.inf)  # masked logits, equations (1) to (3)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
@@ -319,6 +338,48 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     part = lax.fori_loop(first, end, visit, _start_part(launch))
     _store(outputs, _locate_share_rows(launch, share, column), rows.there, part, launch.v_depth)
+
+
+class _Places(NamedTuple):
+    """The places of the rows of a tile, for masks and operands that differ between pairs."""
+
+    sequence: Scalar
+    row: jax.Array  # [rows], index of the query among the packed ones
+    there: jax.Array  # [rows], whether the row's query and head exist
+    head: jax.Array  # [rows], query head
+    position: jax.Array  # [rows, 1]
+    before: Scalar  # number of keys before those of the sequence's queries
+    keys: Scalar  # number of keys of the sequence
+
+
+def _look_up_masks(plan: PagedPlan, inputs: Arrays, at: _Places, j: jax.Array) -> Any:
+    """Look up which keys `j [block]` the rows see by `mask_mod` and by the masks that are arrays, `[rows, block]`."""
+    sees: Any = jnp.bool_(True)
+    if plan.mask_mod is not None:
+        sees = plan.mask_mod(at.sequence, at.head[:, None], at.position, j[None, :])
+    for name, first in (("mask", jnp.int32(0)), ("tree_mask", at.before)):
+        if name in inputs:
+            column = j - first
+            stored = (column >= 0) & (column < inputs[name].shape[1])
+            read = at.there[:, None] & stored[None, :]
+            found = plt.load(inputs[name].at[at.row[:, None], column[None, :]], mask=read, other=0)
+            sees = sees & ((column < 0)[None, :] | (found != 0))
+    return sees
+
+
+def _compute_logits(plan: PagedPlan, inputs: Arrays, at: _Places, products: jax.Array, j: jax.Array) -> jax.Array:
+    """Compute logits with soft cap, equations (1) and (2), from products `[rows, block]`."""
+    if plan.score_mod is None and not {"alibi_slopes", "logit_scale"} & inputs.keys():
+        return compute_logits(plan, products)
+    x = products * jnp.float32(plan.scale)
+    if "logit_scale" in inputs:
+        x = x * plt.load(inputs["logit_scale"].at[at.head], mask=at.there, other=1)[:, None]
+    if "alibi_slopes" in inputs:
+        distance = jnp.abs(at.position - j[None, :]).astype(jnp.float32)
+        x = x - plt.load(inputs["alibi_slopes"].at[at.head], mask=at.there, other=0)[:, None] * distance
+    if plan.score_mod is not None:
+        x = plan.score_mod(x, at.sequence, at.head[:, None], at.position, j[None, :])
+    return x if plan.soft_cap is None else jnp.float32(plan.soft_cap) * jnp.tanh(x / plan.soft_cap)
 
 
 def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
@@ -357,6 +418,7 @@ def _locate_rows(launch: _Launch, column: Scalar, row: Scalar, queries: Scalar) 
         query=query,
         there=(query < queries) & (of_group < launch.group),
         packed=(row + query) * launch.num_q_heads + head * launch.group + of_group,
+        head=head * launch.group + of_group,
     )
 
 
