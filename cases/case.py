@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cases import front_ends, mask_spec, score_functions
+from cases import front_ends, mask_spec, quantization, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
@@ -154,8 +154,7 @@ class Case(CaseFields):
         if self.q_length != self.kv_length and is_dense:
             found.append("unequal_lengths")
         if self.kv_cache:
-            kind, by = self.kv_cache.removeprefix("kv").split("-")
-            found += [f"kv_{kind}", f"kv_{by}_scales"]
+            found += quantization.list_cache_features(self.kv_cache)
         return tuple(found)
 
     def _list_sides(self) -> tuple[str, ...]:
@@ -195,6 +194,7 @@ FEATURES: dict[str, str] = {
     "kv_token_scales": "a scale of stored keys and values for each token and head",
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
+    "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES

@@ -131,6 +131,9 @@ def _draw_required(case: Case, attempt: int) -> Problem:
     if case.kv_cache is not None:
         (k, k_scales), (v, v_scales) = (quantization.quantize(x, case.kv_cache) for x in (k, v))
         scales = k_scales, v_scales
+        if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
+            given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
+            q = (q * dtype.type(2.0 ** round(math.log2(given)))).astype(dtype)
     return Problem(
         q=q,
         k=k,
@@ -168,7 +171,7 @@ def build_hollow_problem(case: Case) -> Problem:
 
     tokens = (case.batch, case.kv_length, case.num_kv_heads)
     held = DTYPES[case.dtype] if case.kv_cache is None else quantization.get_stored_dtype(case.kv_cache)
-    whole = case.kv_cache in quantization.WHOLE_CACHES
+    whole = quantization.has_whole_scales(case.kv_cache)
     scales = np.ones((), np.float32) if whole else make_zeros(*tokens, dtype=np.float32)
     problem = Problem(
         q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),

@@ -17,10 +17,22 @@ PAGED_CACHES = ("kvint8-token", "kvfp8-token")
 """Quantised caches in pages with a scale for each token and head, as JAX's `paged_attention` takes them."""
 WHOLE_CACHES = ("kvint8-tensor", "kvfp8-tensor")
 """Quantised caches in pages with one scale for all keys and one for all values: JAX's `ragged_paged_attention`."""
-PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES)
+GIVEN_CACHES = ("kvint8-given", "kvfp8-given")
+"""Quantised caches that a call writes with one scale for all keys and one for all values, which it is given."""
+UNIT_CACHES = ("kvint8-unit", "kvfp8-unit")
+"""The same with scales of 1."""
+WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES)
+"""Quantised caches of calls that write them. `build_raw_tokens` has the numbers that such a call is given."""
+PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
+_UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# The roundings of `x / scale` in the dtype of x: the scale is cast, its reciprocal is rounded, and so is the product.
+_QUOTIENT_ROUNDINGS = 3
+_ROUNDINGS = _QUOTIENT_ROUNDINGS + 1  # and that of x itself
+_SHARE_OF_ROOM = 0.9  # how much of the room between a stored number and a tie is used
+_BEYOND = (1.1, 1.9)  # what is too large for the stored dtype is so many times the largest number
 
 
 def find_largest(dtype: np.dtype) -> float | None:
@@ -30,7 +42,25 @@ def find_largest(dtype: np.dtype) -> float | None:
 
 def get_stored_dtype(cache: str) -> np.dtype:
     """Return the dtype that `cache` stores."""
-    return STORED[cache.removeprefix("kv").split("-")[0]]
+    return STORED[_split(cache)[0]]
+
+
+def has_whole_scales(cache: str | None) -> bool:
+    """Return whether `cache` has one scale for all keys and one for all values."""
+    return cache in WHOLE_CACHES or cache in WRITTEN_CACHES
+
+
+def list_cache_features(cache: str) -> tuple[str, ...]:
+    """List the features that a call needs for `cache`."""
+    kind, by = _split(cache)
+    written = ("kv_writes_scaled",) if cache in WRITTEN_CACHES else ()
+    return f"kv_{kind}", f"kv_{'tensor' if written else by}_scales", *written
+
+
+def _split(cache: str) -> tuple[str, str]:
+    """Return what `cache` stores, and what a scale belongs to."""
+    kind, by = cache.removeprefix("kv").split("-")
+    return kind, by
 
 
 def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +69,9 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       the stored numbers `[B, S, K, D]`, and f32 scales: `[B, S, K]` by token, `[1, 1, K]` by head, or `[]` by tensor.
     """
-    kind, by = cache.removeprefix("kv").split("-")
+    kind, by = _split(cache)
+    if cache in WRITTEN_CACHES:
+        return _quantize_written(x, kind, is_unit=cache in UNIT_CACHES)
     exact = x.astype(np.float64)
     axes = {"token": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[by]
     peak = np.abs(exact).max(axis=axes, keepdims=True)
@@ -49,6 +81,58 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
         scaled = np.rint(scaled)
     stored = np.clip(scaled, -_LARGEST[kind], _LARGEST[kind]).astype(STORED[kind])
     return stored, scales.reshape(()) if by == "tensor" else scales[..., 0]
+
+
+def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise `x [B, S, K, D]` to numbers that rounded arithmetic in the dtype of x finds too, and one scale.
+
+    In every fourth token, the largest coordinate is stored as the largest number, for a value that is too large.
+    """
+    largest, dtype = _LARGEST[kind], STORED[kind]
+    every = np.arange(-largest, largest + 1) if kind != "fp8" else np.array([1.0])
+    reach = largest if kind == "fp8" else every[find_room(every.astype(dtype), x.dtype) > 0].max()
+    exact = x.astype(np.float64)
+    peak = np.abs(exact).max()
+    scale = np.float32(1.0 if peak == 0 else peak / reach)
+    scaled = np.clip(exact / scale, -reach, reach)
+    if kind != "fp8":
+        scaled = np.rint(scaled)
+    tokens = np.arange(scaled[..., 0].size).reshape(*scaled.shape[:3], 1) % 4 == 3
+    top = np.arange(scaled.shape[3]) == np.abs(scaled).argmax(axis=3)[..., None]
+    stored = np.where(tokens & top, np.copysign(largest, scaled), scaled).astype(dtype)
+    return stored, np.array(1.0 if is_unit else scale, np.float32)
+
+
+def find_room(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Find how far from a stored number a value may lie so that every right rounding finds this number, in float64.
+
+    The value is in `dtype`, and so may be each step that divides it by its scale. The unit is that of stored numbers.
+    Where the room is not positive, rounded arithmetic may find a neighbour of the number.
+    """
+    half = compute_half_steps(stored, np.ones((), np.float32))
+    size = np.abs(stored.astype(np.float64))
+    if stored.dtype == STORED["fp8"]:  # below a power of two, fp8 numbers lie twice as close
+        half = np.where(np.frexp(size)[0] == 0.5, half / 2, half)
+    return half - _ROUNDINGS * _UNIT_ROUNDOFF[np.dtype(dtype).name] * size
+
+
+def build_raw_tokens(stored: np.ndarray, scale: np.ndarray, dtype: np.dtype, draws: np.ndarray) -> np.ndarray:
+    """Build values in `dtype` which every right way to divide by `scale`, clip and round turns into `stored`.
+
+    They lie anywhere in the room that `find_room` finds. Some that are stored as the largest number are larger.
+
+    Args:
+      stored: the stored numbers, of any shape.
+      scale: their scale, `[]`.
+      draws: numbers from 0 to 1 of the shape of `stored`, which decide where in its room a value lies.
+    """
+    exact, room = stored.astype(np.float64), find_room(stored, dtype)
+    largest = _BY_DTYPE[stored.dtype]
+    offset = _SHARE_OF_ROOM * np.maximum(room, 0) * (2 * draws - 1)
+    offset = np.where(exact == 0, np.copysign(offset, exact), offset)  # zero has a sign in fp8
+    is_beyond = (np.abs(exact) == largest) & ((draws > 0.5) | (room <= 0))
+    factor = _BEYOND[0] + (_BEYOND[1] - _BEYOND[0]) * draws
+    return (np.where(is_beyond, exact * factor, exact + offset) * scale.astype(np.float64)).astype(dtype)
 
 
 def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cases.case import KV_FEATURES, Case
 from cases.counter_rng import draw_integers
 from cases.covering_model import Axis, Model
-from cases.quantization import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
+from cases.quantization import GIVEN_CACHES, PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES, WRITTEN_CACHES
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import build_write_models
@@ -95,8 +95,8 @@ MODELS: tuple[Model, Model] = (
 """The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
-def _add_caches(*caches: str | None) -> tuple[Model, Model]:
-    """Return `MODELS` with the formats `caches` as one more axis, which is left out if only the first is supported."""
+def _add_caches(*caches: str | None, models: tuple[Model, Model] = MODELS) -> tuple[Model, Model]:
+    """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported."""
 
     def add(model: Model) -> Model:
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
@@ -104,7 +104,7 @@ def _add_caches(*caches: str | None) -> tuple[Model, Model]:
 
         return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
 
-    features, sizes = MODELS
+    features, sizes = models
     return add(features), add(sizes)
 
 
@@ -114,14 +114,17 @@ TOKEN_SCALE_MODELS = _add_caches(None, *PAGED_CACHES)
 """The models for kernels that take pages with a scale for each token and head."""
 WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
 """The models for kernels that take pages with one scale for all keys and one for all values."""
-BOTH_SCALE_MODELS = _add_caches(*PAGES_HOLD)
+BOTH_SCALE_MODELS = _add_caches(None, *PAGED_CACHES, *WHOLE_CACHES)
 """The models for kernels that take both kinds of scales."""
+
+SCALED_WRITE_MODELS = _add_caches(None, *WRITTEN_CACHES, models=WRITE_MODELS)
+"""The models for kernels that write pages with scales that they are given."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
     """Return the models for a kernel, from whether it writes pages and from the opt-in features that it offers."""
     if writes_pages:
-        return WRITE_MODELS
+        return SCALED_WRITE_MODELS if "kv_writes_scaled" in offers else WRITE_MODELS
     if not offers & KV_FEATURES:
         return MODELS
     if "kv_tensor_scales" not in offers:
@@ -251,6 +254,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     token, token8 = "kvint8-token", "kvfp8-token"
+    whole = (*WHOLE_CACHES, *GIVEN_CACHES)
     return (
         build_case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache=token),
         build_case(
@@ -284,7 +288,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
             storage="paged5-q4-1-4",
             kv_cache=token,
         ),
-        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in WHOLE_CACHES),
+        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in whole),
     )
 
 

@@ -33,6 +33,8 @@ SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 """The features of pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
 """The features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
+WRITTEN_FEATURES = WHOLE_FEATURES | {"kv_writes_scaled"}
+"""The features of calls that write such pages (`cases.quantization.WRITTEN_CACHES`)."""
 REQUIRED = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",
@@ -188,6 +190,7 @@ PAGED = StorageForm(
             names=WHOLE_SCALES,
             descriptions=("the scale of all k_pages, a number", "the scale of all v_pages, a number"),
             features=WHOLE_FEATURES,
+            written_features=WRITTEN_FEATURES,
             as_numbers=True,
         ),
     ),

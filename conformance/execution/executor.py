@@ -245,7 +245,7 @@ class Executor:
         if problem.kv_scales is not None and problem.has_whole_scales:
             statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
         if problem.storage is not None:
-            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem.storage)}
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem)}
         return statics, {**arrays, **extra}
 
     def _choose_dropout(self, problem: Problem) -> Arrays:

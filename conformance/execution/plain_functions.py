@@ -178,7 +178,7 @@ def build_implementation(
         | (parameters & {"moba"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
-        | plain_storage.find_scale_features(parameters, form),
+        | plain_storage.find_scale_features(parameters, form, writes=writes),
         supports_case=plain_support.PlainSupport(
             reachable,
             declaration.causal,
@@ -299,7 +299,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
             problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
         )
         if problem.storage is not None:
-            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem.storage)}
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem)}
         if problem.kv_scales is not None and not problem.has_whole_scales:
             extra = {**extra, "kv_scales": problem.kv_scales}
         elif problem.kv_scales is not None:

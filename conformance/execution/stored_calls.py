@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases import quantization
+from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.page_writes import clear_written, find_slots
+from cases.storage_forms.page_writes import build_raw_operands, clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -53,9 +54,16 @@ def build_storage_arrays(
     return {**storage.arrays, "held": clear_written(storage, slots), "tokens": slots.key, "stale": stale}
 
 
-def build_storage_arrays_for(implementation: Implementation, storage: Storage) -> Mapping[str, np.ndarray]:
-    """Call `build_storage_arrays` with what `implementation` declares about memory and page writes."""
-    return build_storage_arrays(storage, implementation.behind_mask, writes=implementation.writes_pages)
+def build_storage_arrays_for(implementation: Implementation, problem: Problem) -> Mapping[str, Any]:
+    """Call `build_storage_arrays` with what `implementation` declares about memory and page writes.
+
+    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken.
+    """
+    assert problem.storage is not None
+    arrays = build_storage_arrays(problem.storage, implementation.behind_mask, writes=implementation.writes_pages)
+    if not implementation.writes_pages or problem.kv_scales is None:
+        return arrays
+    return {**arrays, "raw": build_raw_operands(problem)}
 
 
 def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
@@ -230,7 +238,7 @@ class StoredCall:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
         tokens = storage["tokens" if self.writes else "held"]
-        keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
+        keys = {"k": k} if self.form.is_tied else storage.get("raw", {"k": k, "v": v})
         gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
         pages = {"k_pages": k, "v_pages": v} if self.writes else {}
         scales = (
@@ -262,9 +270,8 @@ class StoredCall:
 
     def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
-        if (numbers := arguments.pop("kv_scales", None)) is not None:
-            arguments |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         if not self.writes:
+            arguments = self._name_whole_scales(arguments)
             operands = [arguments.pop(name) for name in self.form.operands]
             return self.call(*operands, **arguments)
         out, residuals, _ = self.write(**arguments)
@@ -275,9 +282,16 @@ class StoredCall:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
-        returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
+        returned = self.call(q, k, v, k_pages, v_pages, **self._name_whole_scales(others), **asked)
         *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
         return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
+
+    def _name_whole_scales(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names."""
+        named = dict(arguments)
+        if (numbers := named.pop("kv_scales", None)) is not None:
+            named |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
+        return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
         return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))

@@ -208,7 +208,7 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
             k_scales, v_scales = problem.kv_scales
             wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
         yield "wrong_head_map", wrong
-    if problem.kv_scales is not None:
+    if problem.kv_scales is not None and any((scales != 1).any() for scales in problem.kv_scales):
         k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
         yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
     for operand in REMOVABLE:

@@ -151,12 +151,13 @@ def test_pages_are_written_by_paged_calls_alone() -> None:
 
 
 def test_only_who_writes_gets_what_is_to_be_written() -> None:
-    storage = operand_values.draw_problem(parse_case_id(SHORT)).storage
+    problem = operand_values.draw_problem(parse_case_id(SHORT))
+    storage = problem.storage
     assert storage is not None
     made = build_implementation(serving_attention.writing, "kernel")
-    assert "tokens" in stored_calls.build_storage_arrays_for(made, storage)
-    assert "tokens" not in stored_calls.build_storage_arrays_for(dataclasses.replace(made, writes_pages=False), storage)
-    held = stored_calls.build_storage_arrays_for(made, storage)["held"]
+    assert "tokens" in stored_calls.build_storage_arrays_for(made, problem)
+    assert "tokens" not in stored_calls.build_storage_arrays_for(dataclasses.replace(made, writes_pages=False), problem)
+    held = stored_calls.build_storage_arrays_for(made, problem)["held"]
     assert ((held != storage.held).sum(), (held == -1).sum() - (storage.held == -1).sum()) == (5, 5)
 
 
