@@ -132,7 +132,9 @@ def build_raw_operands(problem: Problem) -> dict[str, np.ndarray]:
     """Build `k [B, S, K, H]` and `v [B, S, K, V]` in the dtype of q that a call must quantise to those of `problem`."""
     assert problem.kv_scales is not None
     return {
-        name: quantization.build_raw_tokens(stored, scale, problem.q.dtype, draw_uniform(0, f"raw-{name}", stored.shape))
+        name: quantization.build_raw_tokens(
+            stored, scale, problem.q.dtype, draw_uniform(0, f"raw-{name}", stored.shape)
+        )
         for name, stored, scale in zip(("k", "v"), (problem.k, problem.v), problem.kv_scales, strict=True)
     }
 

@@ -130,7 +130,7 @@ def _build_scaled_update_implementation(name: str) -> Implementation:
     """Declare the same for int8 and fp8 pages with given scales; `paged_update` covers the other pages."""
     return dataclasses.replace(
         _build_update_implementation(name),
-        description="attention over int8 or fp8 pages, in plain JAX, new keys and values quantised into the pages first",
+        description="attention over int8 or fp8 pages in plain JAX, new keys and values quantised into them first",
         offers=WRITTEN_FEATURES,
         supports_case=_refuse_unscaled,
     )

@@ -92,6 +92,35 @@ def with_pages(change: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]) -> Cal
     return attention
 
 
+def with_scales(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    k_scale: float,
+    v_scale: float,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+) -> Any:
+    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    return paged.attention_with_update(q, k, v, k_pages, v_pages, k_scale=k_scale, v_scale=v_scale, **tables)
+
+
+def test_a_function_with_scales_writes_by_them() -> None:
+    made = build_implementation(with_scales, "kernel")
+    assert made.offers == {"paged", "kv_int8", "kv_fp8", "kv_tensor_scales", "kv_writes_scaled"}
+    assert "kv_writes_scaled" not in build_implementation(serving_attention.scaled_whole, "reader").offers
+    scaled = SHORT.replace("/paged4", "/kvfp8-given/paged4")
+    assert (made.supports(parse_case_id(SHORT)) or "").startswith("k_scale: the function needs k_scale and v_scale")
+    assert "for calls that read pages" in (made.supports(parse_case_id(scaled.replace("given", "tensor"))) or "")
+    found = by_name(with_scales, scaled, "forward", "aliasing")
+    assert {record.verdict for record in found.values()} == {PASS}
+
+
 def test_what_is_not_written_is_told() -> None:
     found = by_name(with_pages(lambda new, old: (new[0], *old)), SHORT)
     assert (found["out"].verdict, found["k_pages"].verdict, found["v_pages"].verdict) == (PASS, FAIL, FAIL)

@@ -18,7 +18,7 @@ from cases.storage_forms.paged_form import WRITTEN_FEATURES
 from impls.contract.implementation import Implementation
 from tests.kernels import serving_attention
 from tests.planted.planting.page_writes import WriteSteps, writing_by
-from tests.planted.planting.served import PagedSteps, paged
+from tests.planted.planting.served import paged
 
 Array = jax.Array
 Step = Callable[..., Any]
@@ -78,7 +78,7 @@ def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
             return tuple(steps.attended(pool, given) for pool, given in zip(after, raw, strict=True))  # type: ignore[return-value]
 
         k_read, v_read = steps.to_read(k_scale, v_scale)
-        call = writing_by(WriteSteps(write=write, attended=attend), PagedSteps())
+        call = writing_by(WriteSteps(write=write, attended=attend))
         return call(q, *tokens, k_pages, v_pages, k_scale=k_read, v_scale=v_read, **options)
 
     return attention
