@@ -195,6 +195,7 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
+    "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES

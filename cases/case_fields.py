@@ -90,6 +90,7 @@ class CallOperands:
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
+    computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
     score_table: np.ndarray | None = None  # [L, N], which `score_mod` captures if it is a `TableScore`

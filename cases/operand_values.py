@@ -140,6 +140,7 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         v=v,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
+        computes_scales=case.kv_cache in quantization.COMPUTED_CACHES,
         dropout_rate=case.dropout_rate,
         dropout_key=None if case.dropout_rate is None else draw_dropout_key(case),
         storage=_draw_storage(case),

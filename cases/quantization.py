@@ -21,16 +21,25 @@ GIVEN_CACHES = ("kvint8-given", "kvfp8-given")
 """Quantised caches that a call writes with one scale for all keys and one for all values, which it is given."""
 UNIT_CACHES = ("kvint8-unit", "kvfp8-unit")
 """The same with scales of 1."""
-WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES)
+COMPUTED_CACHES = ("kvint8-computed", "kvfp8-computed")
+"""Quantised caches that a call writes with scales for each token and head, which it computes and writes too."""
+WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES, *COMPUTED_CACHES)
 """Quantised caches of calls that write them. `build_raw_tokens` has the numbers that such a call is given."""
 PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SCALE_ERROR = 4 * 2.0**-24
+"""How far a computed scale may be off, relative to the exact one.
+
+The largest magnitude of a token is exact. Multiplying by a reciprocal takes two roundings. Dividing takes one, or an
+error of two units in the last place on some accelerators.
+"""
 # The roundings of `x / scale` in the dtype of x: the scale is cast, its reciprocal is rounded, and so is the product.
 _QUOTIENT_ROUNDINGS = 3
-_ROUNDINGS = _QUOTIENT_ROUNDINGS + 1  # and that of x itself
+_COMPUTED_ERROR = SCALE_ERROR + _QUOTIENT_ROUNDINGS * 2.0**-24  # the same in f32 for scales that are computed
+_ZERO_TOKENS = 13  # one in so many tokens of a head is zero
 _SHARE_OF_ROOM = 0.9  # how much of the room between a stored number and a tie is used
 _BEYOND = (1.1, 1.9)  # what is too large for the stored dtype is so many times the largest number
 
@@ -47,14 +56,17 @@ def get_stored_dtype(cache: str) -> np.dtype:
 
 def has_whole_scales(cache: str | None) -> bool:
     """Return whether `cache` has one scale for all keys and one for all values."""
-    return cache in WHOLE_CACHES or cache in WRITTEN_CACHES
+    return cache in (*WHOLE_CACHES, *GIVEN_CACHES, *UNIT_CACHES)
 
 
 def list_cache_features(cache: str) -> tuple[str, ...]:
     """List the features that a call needs for `cache`."""
     kind, by = _split(cache)
-    written = ("kv_writes_scaled",) if cache in WRITTEN_CACHES else ()
-    return f"kv_{kind}", f"kv_{'tensor' if written else by}_scales", *written
+    if cache in COMPUTED_CACHES:
+        return f"kv_{kind}", "kv_token_scales", "kv_writes_computed"
+    if cache in WRITTEN_CACHES:
+        return f"kv_{kind}", "kv_tensor_scales", "kv_writes_scaled"
+    return f"kv_{kind}", f"kv_{by}_scales"
 
 
 def _split(cache: str) -> tuple[str, str]:
@@ -70,10 +82,12 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
       the stored numbers `[B, S, K, D]`, and f32 scales: `[B, S, K]` by token, `[1, 1, K]` by head, or `[]` by tensor.
     """
     kind, by = _split(cache)
-    if cache in WRITTEN_CACHES:
+    if cache in (*GIVEN_CACHES, *UNIT_CACHES):
         return _quantize_written(x, kind, is_unit=cache in UNIT_CACHES)
     exact = x.astype(np.float64)
-    axes = {"token": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[by]
+    if cache in COMPUTED_CACHES:  # some tokens are zero in a head
+        exact[np.arange(exact[..., 0].size).reshape(exact.shape[:3]) % _ZERO_TOKENS == _ZERO_TOKENS - 2] = 0.0
+    axes = {"token": (3,), "computed": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[by]
     peak = np.abs(exact).max(axis=axes, keepdims=True)
     scales = np.where(peak == 0, 1.0, peak / _LARGEST[kind]).astype(np.float32)
     scaled = exact / scales
@@ -103,36 +117,47 @@ def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.nd
     return stored, np.array(1.0 if is_unit else scale, np.float32)
 
 
-def find_room(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def find_room(stored: np.ndarray, dtype: np.dtype, *, computed: bool = False) -> np.ndarray:
     """Find how far from a stored number a value may lie so that every right rounding finds this number, in float64.
 
-    The value is in `dtype`, and so may be each step that divides it by its scale. The unit is that of stored numbers.
-    Where the room is not positive, rounded arithmetic may find a neighbour of the number.
+    The value is in `dtype`, and so may be each step that divides it by its scale. If scales are `computed`, they and
+    the steps are in f32. The unit is that of stored numbers. Where the room is not positive, rounded arithmetic may
+    find a neighbour of the number.
     """
+    own = _UNIT_ROUNDOFF[np.dtype(dtype).name]
     half = compute_half_steps(stored, np.ones((), np.float32))
     size = np.abs(stored.astype(np.float64))
     if stored.dtype == STORED["fp8"]:  # below a power of two, fp8 numbers lie twice as close
         half = np.where(np.frexp(size)[0] == 0.5, half / 2, half)
-    return half - _ROUNDINGS * _UNIT_ROUNDOFF[np.dtype(dtype).name] * size
+    return half - (own + (_COMPUTED_ERROR if computed else _QUOTIENT_ROUNDINGS * own)) * size
 
 
-def build_raw_tokens(stored: np.ndarray, scale: np.ndarray, dtype: np.dtype, draws: np.ndarray) -> np.ndarray:
-    """Build values in `dtype` which every right way to divide by `scale`, clip and round turns into `stored`.
+def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, draws: np.ndarray) -> np.ndarray:
+    """Build values in `dtype` which every right way to divide by scales, clip and round turns into `stored`.
 
-    They lie anywhere in the room that `find_room` finds. Some that are stored as the largest number are larger.
+    They lie anywhere in the room that `find_room` finds. With one scale for all, some that are stored as the largest
+    number are larger. With a scale for each token, such a value is the peak of its token, from which a call computes
+    the scale, and tokens that are stored as zeros are zero.
 
     Args:
-      stored: the stored numbers, of any shape.
-      scale: their scale, `[]`.
+      stored: the stored numbers, `[..., D]`.
+      scales: one scale for all, `[]`, or one for each token, `[...]`.
       draws: numbers from 0 to 1 of the shape of `stored`, which decide where in its room a value lies.
     """
-    exact, room = stored.astype(np.float64), find_room(stored, dtype)
-    largest = _BY_DTYPE[stored.dtype]
+    computed = scales.ndim > 0
+    exact, room = stored.astype(np.float64), find_room(stored, dtype, computed=computed)
+    is_largest = np.abs(exact) == _BY_DTYPE[stored.dtype]
     offset = _SHARE_OF_ROOM * np.maximum(room, 0) * (2 * draws - 1)
     offset = np.where(exact == 0, np.copysign(offset, exact), offset)  # zero has a sign in fp8
-    is_beyond = (np.abs(exact) == largest) & ((draws > 0.5) | (room <= 0))
-    factor = _BEYOND[0] + (_BEYOND[1] - _BEYOND[0]) * draws
-    return (np.where(is_beyond, exact * factor, exact + offset) * scale.astype(np.float64)).astype(dtype)
+    if computed:
+        offset = np.where(is_largest | (exact == 0).all(axis=-1, keepdims=True), 0, offset)
+        scaled, wide = exact + offset, scales.astype(np.float64)[..., None]
+    else:
+        factor = _BEYOND[0] + (_BEYOND[1] - _BEYOND[0]) * draws
+        is_beyond = is_largest & ((draws > 0.5) | (room <= 0))
+        scaled, wide = np.where(is_beyond, exact * factor, exact + offset), scales.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # poison may be among the numbers and the scales
+        return (scaled * wide).astype(dtype)
 
 
 def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:

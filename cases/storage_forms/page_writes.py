@@ -22,11 +22,13 @@ from cases import quantization
 from cases.case import Case
 from cases.counter_rng import draw_integers, draw_uniform
 from cases.operand_values import Problem
-from cases.storage_forms.paged_form import count_shared_pages
+from cases.storage_forms.paged_form import SCALES, count_shared_pages
 from cases.storage_forms.storage_layout import NOBODY, Storage
 
 PAGE_ARRAYS = ("k_pages", "v_pages")
 """The names of the arrays of pages that a call takes and returns."""
+POOLS = (*PAGE_ARRAYS, *SCALES)
+"""The same with the arrays of scales that a call takes and returns if it computes scales."""
 # For each dtype, the bits that are set in every NaN that is drawn, and the number of values of the bits that are free
 # (the sign is free too). The first bit of the fraction is always set, because processors set it in any NaN that passes
 # through them. In bf16 there is only one NaN of each sign: on a CPU, XLA computes a scatter of bf16 in f32, which turns
@@ -95,8 +97,9 @@ class Writing:
 
     # `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
     tokens: Mapping[str, np.ndarray]
-    before: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call gets them
-    after: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call must return them
+    # `k_pages` and `v_pages` as the call gets them. If it computes scales, also `k_scales` and `v_scales`.
+    before: Mapping[str, np.ndarray]
+    after: Mapping[str, np.ndarray]  # the same arrays as the call must return them
     written: np.ndarray  # whether the call writes each row, booleans `[pages, page_size]`
 
 
@@ -125,7 +128,22 @@ def build_writing(
         after[pool][slots.page[slots.there], slots.row[slots.there]] = stored
     written = np.zeros(held.shape, bool)
     written[slots.page[slots.there], slots.row[slots.there]] = True
+    if problem.computes_scales:
+        assert problem.kv_scales is not None
+        for name, pool, x in zip("kv", SCALES, problem.kv_scales, strict=True):
+            drawn = _gather_pages(x[..., None], held, seed, pool, finite=finite)[..., 0]
+            pools[pool] = drawn if before is None else before[pool]
+            after[pool] = pools[pool].copy()
+            scales = find_token_scales(tokens[name][slots.there], problem.k.dtype)
+            after[pool][slots.page[slots.there], slots.row[slots.there]] = scales
     return Writing(tokens, pools, after, written)
+
+
+def find_token_scales(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Find the scales `[tokens, K]` of raw tokens `[tokens, K, D]` for a stored dtype, rounded to f32; zero for zeros."""
+    largest = quantization.find_largest(dtype)
+    assert largest is not None
+    return (np.abs(tokens.astype(np.float64)).max(axis=-1) / largest).astype(np.float32)
 
 
 def build_raw_operands(problem: Problem) -> dict[str, np.ndarray]:

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from cases.case import KV_FEATURES, Case
 from cases.counter_rng import draw_integers
 from cases.covering_model import Axis, Model
-from cases.quantization import GIVEN_CACHES, PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES, WRITTEN_CACHES
+from cases.quantization import (
+    COMPUTED_CACHES,
+    GIVEN_CACHES,
+    PAGED_CACHES,
+    PAGES_HOLD,
+    UNIT_CACHES,
+    WHOLE_CACHES,
+    WRITTEN_CACHES,
+)
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import build_write_models
@@ -117,14 +125,20 @@ WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
 BOTH_SCALE_MODELS = _add_caches(None, *PAGED_CACHES, *WHOLE_CACHES)
 """The models for kernels that take both kinds of scales."""
 
-SCALED_WRITE_MODELS = _add_caches(None, *WRITTEN_CACHES, models=WRITE_MODELS)
+SCALED_WRITE_MODELS = _add_caches(None, *GIVEN_CACHES, *UNIT_CACHES, models=WRITE_MODELS)
 """The models for kernels that write pages with scales that they are given."""
+COMPUTED_WRITE_MODELS = _add_caches(None, *COMPUTED_CACHES, models=WRITE_MODELS)
+"""The models for kernels that write pages with scales that they compute."""
+BOTH_WRITE_MODELS = _add_caches(None, *WRITTEN_CACHES, models=WRITE_MODELS)
+"""The models for kernels that do both."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
     """Return the models for a kernel, from whether it writes pages and from the opt-in features that it offers."""
     if writes_pages:
-        return SCALED_WRITE_MODELS if "kv_writes_scaled" in offers else WRITE_MODELS
+        if "kv_writes_computed" not in offers:
+            return SCALED_WRITE_MODELS if "kv_writes_scaled" in offers else WRITE_MODELS
+        return BOTH_WRITE_MODELS if "kv_writes_scaled" in offers else COMPUTED_WRITE_MODELS
     if not offers & KV_FEATURES:
         return MODELS
     if "kv_tensor_scales" not in offers:
@@ -254,7 +268,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     token, token8 = "kvint8-token", "kvfp8-token"
-    whole = (*WHOLE_CACHES, *GIVEN_CACHES)
+    others = (*WHOLE_CACHES, *GIVEN_CACHES, *COMPUTED_CACHES)
     return (
         build_case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache=token),
         build_case(
@@ -288,7 +302,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
             storage="paged5-q4-1-4",
             kv_cache=token,
         ),
-        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in whole),
+        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in others),
     )
 
 

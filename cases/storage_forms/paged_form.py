@@ -34,7 +34,9 @@ SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
 """The features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 WRITTEN_FEATURES = WHOLE_FEATURES | {"kv_writes_scaled"}
-"""The features of calls that write such pages (`cases.quantization.WRITTEN_CACHES`)."""
+"""The features of calls that write such pages (`cases.quantization.GIVEN_CACHES`)."""
+COMPUTED_FEATURES = SCALED_FEATURES | {"kv_writes_computed"}
+"""The features of calls that write pages and compute their scales (`cases.quantization.COMPUTED_CACHES`)."""
 REQUIRED = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",
@@ -184,6 +186,7 @@ PAGED = StorageForm(
                 "the scales of v_pages, [pages, page_size, K]",
             ),
             features=SCALED_FEATURES,
+            written_features=COMPUTED_FEATURES,
             as_numbers=False,
         ),
         ScaleParameters(

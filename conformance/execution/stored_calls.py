@@ -25,7 +25,7 @@ import numpy as np
 from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.page_writes import build_raw_operands, clear_written, find_slots
+from cases.storage_forms.page_writes import PAGE_ARRAYS, POOLS, build_raw_operands, clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -283,8 +283,9 @@ class StoredCall:
         """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **self._name_whole_scales(others), **asked)
-        *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
-        return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
+        names = POOLS if "k_scales" in others else PAGE_ARRAYS
+        found = returned_values.check_pages(returned, names, save_residuals=save_residuals)
+        return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
 
     def _name_whole_scales(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names."""

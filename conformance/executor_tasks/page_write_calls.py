@@ -27,7 +27,7 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return `k_pages` and `v_pages` `[pages, page_size, K, .]` as one call returns them.
+    """Return the pages `[pages, page_size, K, .]` as one call returns them, and scales if it computes these.
 
     `tokens` has `k` and `v` `[total_q, K, .]`, packed like the queries. `before` has the pages before the call.
     """
@@ -95,7 +95,7 @@ def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) ->
     statics, arrays = executor.arguments(problem)
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
-    others = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+    others = {name: x for name, x in arrays.items() if name not in ("k", "v", "kv_scales")}
     return functools.partial(_call_checked, call, statics, save_residuals), others
 
 

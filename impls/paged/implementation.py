@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from cases.case import Case
-from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES, WRITTEN_FEATURES
+from cases.storage_forms.paged_form import COMPUTED_FEATURES, SCALED_FEATURES, WHOLE_FEATURES, WRITTEN_FEATURES
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_device_kind, runs_on
@@ -127,11 +127,11 @@ def _build_update_implementation(name: str) -> Implementation:
 
 
 def _build_scaled_update_implementation(name: str) -> Implementation:
-    """Declare the same for int8 and fp8 pages with given scales; `paged_update` covers the other pages."""
+    """Declare the same for int8 and fp8 pages, by given and by computed scales; `paged_update` covers other pages."""
     return dataclasses.replace(
         _build_update_implementation(name),
         description="attention over int8 or fp8 pages in plain JAX, new keys and values quantised into them first",
-        offers=WRITTEN_FEATURES,
+        offers=WRITTEN_FEATURES | COMPUTED_FEATURES,
         supports_case=_refuse_unscaled,
     )
 
