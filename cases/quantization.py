@@ -100,7 +100,7 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
 def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.ndarray, np.ndarray]:
     """Quantise `x [B, S, K, D]` to numbers that rounded arithmetic in the dtype of x finds too, and one scale.
 
-    In every fourth token, the largest coordinate is stored as the largest number, for a value that is too large.
+    In every second token, the largest coordinate is stored as the largest number, for a value that is too large.
     """
     largest, dtype = _LARGEST[kind], STORED[kind]
     every = np.arange(-largest, largest + 1) if kind != "fp8" else np.array([1.0])
@@ -111,7 +111,7 @@ def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.nd
     scaled = np.clip(exact / scale, -reach, reach)
     if kind != "fp8":
         scaled = np.rint(scaled)
-    tokens = np.arange(scaled[..., 0].size).reshape(*scaled.shape[:3], 1) % 4 == 3
+    tokens = np.arange(scaled[..., 0].size).reshape(*scaled.shape[:3], 1) % 2 == 1
     top = np.arange(scaled.shape[3]) == np.abs(scaled).argmax(axis=3)[..., None]
     stored = np.where(tokens & top, np.copysign(largest, scaled), scaled).astype(dtype)
     return stored, np.array(1.0 if is_unit else scale, np.float32)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.quantization import SCALE_ERROR, STORED
-from cases.storage_forms.paged_form import SCALES
 from cases.storage_forms.page_writes import POOLS, Writing, build_writing, view_bits
+from cases.storage_forms.paged_form import SCALES
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls

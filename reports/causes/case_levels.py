@@ -40,6 +40,7 @@ _WHOLE_SCALES = {
     "tensor": "one scale for all keys and one for all values",
     "given": "one scale for all keys and one for all values, to write by,",
     "unit": "scales of 1",
+    "computed": "computed scales",
 }
 _BLOCKS = (8, 16, 32, 64, 128)
 _DEPTH_BLOCKS = (8, 16, 32, 64)

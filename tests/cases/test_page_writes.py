@@ -12,10 +12,10 @@ from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.operand_values import Problem
-from cases.quantization import WRITTEN_CACHES, find_largest
+from cases.quantization import COMPUTED_CACHES, GIVEN_CACHES, SCALE_ERROR, UNIT_CACHES, find_largest
 from cases.storage_forms import server_traces
 from cases.storage_forms.page_writes import PAGE_ARRAYS, build_raw_operands, build_writing, find_slots, view_bits
-from cases.storage_forms.paged_cases import SCALED_WRITE_MODELS, WRITE_MODELS
+from cases.storage_forms.paged_cases import BOTH_WRITE_MODELS, WRITE_MODELS
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from cases.storage_forms.stored_cases import find_refusal
 
@@ -23,7 +23,7 @@ MIXED = parse_case_id("prefill/f32/B4.T13.S45.N4.K2.H16.V8/own-linf-45-32-33-9/p
 SHARED = dataclasses.replace(MIXED, storage="shared16-q13-1-1-9")
 GRIDS = [
     build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model)
-    for model in (*WRITE_MODELS, *SCALED_WRITE_MODELS)
+    for model in (*WRITE_MODELS, *BOTH_WRITE_MODELS)
 ]
 
 
@@ -100,7 +100,7 @@ def test_pages_change_in_the_rows_of_new_tokens_alone(dtype: str, finite: bool) 
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("cache", WRITTEN_CACHES)
+@pytest.mark.parametrize("cache", [*GIVEN_CACHES, *UNIT_CACHES])
 def test_every_right_rounding_stores_the_same_numbers(cache: str, dtype: str) -> None:
     problem, _ = stored(dataclasses.replace(MIXED, dtype=dtype, kv_cache=cache))
     assert problem.kv_scales is not None
@@ -121,6 +121,23 @@ def test_every_right_rounding_stores_the_same_numbers(cache: str, dtype: str) ->
             assert (view_bits(rounded) == view_bits(x)).all(), about
         assert (np.abs(quotients["exact"]) > 1.05 * largest).mean() > 0.005
         assert (scale == 1) == cache.endswith("unit")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("cache", COMPUTED_CACHES)
+def test_scales_computed_with_roundings_store_the_same_numbers(cache: str, dtype: str) -> None:
+    problem, _ = stored(dataclasses.replace(MIXED, dtype=dtype, kv_cache=cache))
+    assert problem.kv_scales is not None
+    for name, x, scales in zip("kv", (problem.k, problem.v), problem.kv_scales, strict=True):
+        raw, largest = build_raw_operands(problem)[name].astype(np.float64), find_largest(x.dtype)
+        assert largest is not None
+        exact = np.abs(raw).max(axis=-1) / largest
+        assert 0 < (exact == 0).mean() < 0.2
+        assert (np.abs(exact - scales)[exact > 0] <= 2.0**-24 * exact[exact > 0]).all()
+        for error in (-SCALE_ERROR, SCALE_ERROR):
+            quotient = np.clip(raw / np.where(exact == 0, 1, exact * (1 + error))[..., None], -largest, largest)
+            rounded = (np.rint(quotient) if x.dtype == np.int8 else quotient).astype(x.dtype)
+            assert (view_bits(rounded) == view_bits(x)).all()
 
 
 def test_a_life_writes_what_later_steps_read() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cases.case import Case
+from cases.quantization import WRITTEN_CACHES
 from conformance.check_api.scopes import ImplementationGrids
 from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS
@@ -16,7 +17,7 @@ from tests.checks.test_checks import judge
 from tests.planted.planting.scaled_writes import scatter_writing, token_writing
 from tests.planted.serving.scaled_writes import BUGS
 
-_LOOKED_AT = 2  # how many cases of the grid may be needed to see a bug
+_LOOKED_AT = 3  # how many cases of the grid may be needed to see a bug
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def test_a_planted_bug_is_red(bug: PlantedBug) -> None:
 
 
 @pytest.mark.parametrize("build", [scatter_writing, token_writing])
-@pytest.mark.parametrize("cache", ["kvint8-given", "kvfp8-given", "kvint8-unit", "kvfp8-unit"])
+@pytest.mark.parametrize("cache", WRITTEN_CACHES)
 def test_a_correct_kernel_passes(build: Callable[[str], Implementation], cache: str) -> None:
     cases = [case for case in _list_quick_cases() if case.kv_cache == cache]
     for case in {case.dtype: case for case in reversed(cases)}.values():

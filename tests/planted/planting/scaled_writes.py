@@ -1,7 +1,8 @@
 """Calls that write pages with scales, in two styles, made of steps that a planted bug replaces one of.
 
 `by_scatter` quantises all new tokens at once, scatters them and applies scales to logits and results. `by_token` writes
-token after token, multiplies by reciprocals and reads pages that it dequantises first.
+token after token, multiplies by reciprocals and reads pages that it dequantises first. Both take given scales, and
+compute those that each token and head has of its own.
 """
 
 from __future__ import annotations
@@ -14,72 +15,120 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.storage_forms.paged_form import WRITTEN_FEATURES
+from cases.storage_forms.paged_form import COMPUTED_FEATURES, WRITTEN_FEATURES
 from impls.contract.implementation import Implementation
 from tests.kernels import serving_attention
 from tests.planted.planting.page_writes import WriteSteps, writing_by
-from tests.planted.planting.served import paged
+from tests.planted.planting.served import PagedSteps, paged
 
 Array = jax.Array
 Step = Callable[..., Any]
 Pair = tuple[Any, Any]
 
 
+def get_largest(dtype: Any) -> float:
+    """Return the largest number of a stored dtype."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
 def round_and_clip(x: Array, dtype: Any) -> Array:
     """Clip to the range of a stored dtype and round to its nearest number."""
-    if dtype == jnp.int8:
-        return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    largest = get_largest(dtype)
+    return jnp.clip(jnp.round(x) if dtype == jnp.int8 else x, -largest, largest).astype(dtype)
+
+
+def compute_scales(peaks: Array, dtype: Any) -> Array:
+    """Compute the scales of tokens from their peaks; 1 for a token that is zero."""
+    return jnp.where(peaks == 0, 1.0, peaks / get_largest(dtype))
 
 
 def _divide(x: Array, scale: Any) -> Array:
-    return x.astype(jnp.float32) / jnp.float32(scale)
+    return x.astype(jnp.float32) / scale
 
 
 def _multiply(x: Array, scale: Any) -> Array:
-    """Multiply by the reciprocal, in the dtype of x, as kernels do that stay in it."""
-    return (x * jnp.asarray(1 / scale, x.dtype)).astype(jnp.float32)
+    """Multiply by the reciprocal; if that is one for all, in the dtype of x, as kernels do that stay in it."""
+    dtype = x.dtype if jnp.ndim(scale) == 0 else jnp.float32
+    return (x.astype(dtype) * jnp.asarray(1 / scale, dtype)).astype(jnp.float32)
+
+
+def _write(pool: Array, x: Array, page: Array, row: Array) -> Array:
+    return pool.at[page, row].set(x, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledSteps:
     """Steps of writing and reading by scales, in order; the defaults are correct."""
 
-    to_write: Step = lambda k_scale, v_scale: (k_scale, v_scale)
+    to_write: Step = lambda k_scale, v_scale: (k_scale, v_scale)  # given scales
+    peaks: Step = lambda x: jnp.abs(x.astype(jnp.float32)).max(axis=-1)  # [tokens, K]
+    computed: Step = compute_scales  # (peaks, dtype)
     quotient: Step | None = None  # (x, scale); by default a division, or by token a product with the reciprocal
     stored: Step = round_and_clip  # (x, dtype)
     written: Step = lambda stored, before, at: stored  # what is put where `before` was, by token
     after: Step = lambda pool, page, row: pool  # what else is done to a pool, given where tokens went
+    write_scales: Step = _write  # (pool, scales, page, row)
     attended: Step = lambda pool, raw: pool  # raw is the pool with what was given, in stored units in f32
-    to_read: Step = lambda k_scale, v_scale: (k_scale, v_scale)
+    to_read: Step = lambda k_scale, v_scale: (k_scale, v_scale)  # given scales
+    scales_to_read: Step = lambda before, after: after  # pairs of pools of scales
+    scales_returned: Step = lambda before, after: after
+
+
+def _quantize(
+    steps: ScaledSteps, default: Step, tokens: Pair, dtype: Any, given: Pair, *, computes: bool
+) -> tuple[list[Array], list[Any]]:
+    """Return the tokens in stored units in f32, not yet rounded, and the scales by which these were divided."""
+    if computes:
+        scales: list[Any] = [steps.computed(steps.peaks(x), dtype) for x in tokens]
+        wide = [x[..., None] for x in scales]
+    else:
+        scales = wide = [float(x) for x in steps.to_write(*given)]
+    return [(steps.quotient or default)(x, scale) for x, scale in zip(tokens, wide, strict=True)], scales
 
 
 def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
     """Build the call that scatters all tokens at once."""
 
     def attention(
-        q: Array, k: Array, v: Array, k_pages: Array, v_pages: Array, *, k_scale: float, v_scale: float, **options: Any
+        q: Array,
+        k: Array,
+        v: Array,
+        k_pages: Array,
+        v_pages: Array,
+        *,
+        k_scales: Array | None = None,
+        v_scales: Array | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        **options: Any,
     ) -> Any:
-        scales = steps.to_write(k_scale, v_scale)
-        quotients = [(steps.quotient or _divide)(x, scale) for x, scale in zip((k, v), scales, strict=True)]
-        tokens = [steps.stored(x, k_pages.dtype) for x in quotients]
-        raw: list[Array] = []
-        places: list[Pair] = []
+        computes, dtype, given = k_scales is not None, k_pages.dtype, (k_scale, v_scale)
+        quotients, scales = _quantize(steps, _divide, (k, v), dtype, given, computes=computes)
+        old_scales, new_scales, raw = (k_scales, v_scales), [], []
 
         def write(pool: Array, x: Array, page: Array, row: Array) -> Array:
-            given = quotients[len(raw)]
-            raw.append(pool.astype(jnp.float32).at[page, row].set(given, mode="drop"))
-            places.append((page, row))
+            n = len(raw)
+            raw.append(_write(pool.astype(jnp.float32), quotients[n], page, row))
+            if computes:
+                new_scales.append(steps.write_scales(old_scales[n], scales[n], page, row))
             put = steps.written(x, pool.at[page, row].get(mode="clip"), (page, row))
-            return steps.after(pool.at[page, row].set(put, mode="drop"), page, row)
+            return steps.after(_write(pool, put, page, row), page, row)
 
-        def attend(before: Pair, after: Pair) -> Pair:
-            return tuple(steps.attended(pool, given) for pool, given in zip(after, raw, strict=True))  # type: ignore[return-value]
+        def attend(before: Pair, after: Pair) -> list[Any]:
+            return [steps.attended(pool, wide) for pool, wide in zip(after, raw, strict=True)]
 
-        k_read, v_read = steps.to_read(k_scale, v_scale)
-        call = writing_by(WriteSteps(write=write, attended=attend))
-        return call(q, *tokens, k_pages, v_pages, k_scale=k_read, v_scale=v_read, **options)
+        def get_returned(before: Pair, after: Pair) -> tuple[Any, ...]:
+            return (*after, *(steps.scales_returned(old_scales, new_scales) if computes else ()))
+
+        if computes:
+            options |= {"k_scales": k_scales, "v_scales": v_scales}
+        else:
+            options |= dict(zip(("k_scale", "v_scale"), steps.to_read(*given), strict=True))
+        call = writing_by(
+            WriteSteps(write=write, attended=attend, returned=get_returned),
+            PagedSteps(scales=lambda *_: steps.scales_to_read(old_scales, new_scales)),
+        )
+        return call(q, *(steps.stored(x, dtype) for x in quotients), k_pages, v_pages, **options)
 
     return attention
 
@@ -94,8 +143,10 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
         k_pages: Array,
         v_pages: Array,
         *,
-        k_scale: float,
-        v_scale: float,
+        k_scales: Array | None = None,
+        v_scales: Array | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
         kv_lens: Array,
         page_indices: Array,
         cu_q_lens: Array,
@@ -104,42 +155,42 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         sequence, place = serving_attention._locate_tokens(q, cu_q_lens, num_seqs)
-        size = k_pages.shape[1]
-        quotients = [
-            (steps.quotient or _multiply)(x, scale)
-            for x, scale in zip((k, v), steps.to_write(k_scale, v_scale), strict=True)
-        ]
+        computes, dtype, size = k_scales is not None, k_pages.dtype, k_pages.shape[1]
+        quotients, scales = _quantize(steps, _multiply, (k, v), dtype, (k_scale, v_scale), computes=computes)
 
         def locate(token: Array) -> Pair:
             b = sequence[token]
             j = kv_lens[b] - cu_q_lens[b + 1] + cu_q_lens[b] + place[token]
             return page_indices[b, j // size], j % size
 
-        def put_tokens(pool: Array, given: Array, store: Step) -> Array:
-            def put(token: Array, pool: Array) -> Array:
-                page, row = locate(token)
-                new = steps.written(store(given[token]), pool[page, row], (page, row))
-                return pool.at[page, row].set(new)
+        def put_tokens(pool: Array, given: Array, put: Step) -> Array:
+            def put_one(token: Array, pool: Array) -> Array:
+                return put(pool, given[token], *locate(token))
 
-            return jax.lax.fori_loop(0, cu_q_lens[num_seqs[0]], put, pool)
+            return jax.lax.fori_loop(0, cu_q_lens[num_seqs[0]], put_one, pool)
 
-        def finish(pool: Array, given: Array) -> Pair:
-            dtype = pool.dtype
-            wide = put_tokens(pool.astype(jnp.float32), given, lambda x: x)
-            pool = put_tokens(pool, given, lambda x: steps.stored(x, dtype))
-            tokens = jnp.arange(len(q))
-            page, row = jax.vmap(locate)(tokens)
-            page = jnp.where(tokens < cu_q_lens[num_seqs[0]], page, len(pool))
-            return steps.after(pool, page, row), wide
+        def store(pool: Array, x: Array, page: Array, row: Array) -> Array:
+            return pool.at[page, row].set(steps.written(steps.stored(x, dtype), pool[page, row], (page, row)))
 
-        (k_after, k_raw), (v_after, v_raw) = (
-            finish(pool, given) for pool, given in zip((k_pages, v_pages), quotients, strict=True)
-        )
-        k_read, v_read = steps.to_read(k_scale, v_scale)
+        tokens = jnp.arange(len(q))
+        page, row = jax.vmap(locate)(tokens)
+        page = jnp.where(tokens < cu_q_lens[num_seqs[0]], page, len(k_pages))
+        after, old_scales, new_scales = [], (k_scales, v_scales), []
+        for n, pool in enumerate((k_pages, v_pages)):
+            after.append(steps.after(put_tokens(pool, quotients[n], store), page, row))
+            if computes:
+                new_scales.append(put_tokens(old_scales[n], scales[n], steps.write_scales))
+        raw = [put_tokens(x.astype(jnp.float32), y, _write) for x, y in zip((k_pages, v_pages), quotients, strict=True)]
+        if computes:
+            factors = [x[..., None] for x in steps.scales_to_read(old_scales, new_scales)]
+        else:
+            factors = steps.to_read(k_scale, v_scale)
         found = serving_attention.paged(
             q,
-            steps.attended(k_after, k_raw).astype(jnp.float32) * k_read,
-            steps.attended(v_after, v_raw).astype(jnp.float32) * v_read,
+            *(
+                steps.attended(pool, wide).astype(jnp.float32) * factor
+                for pool, wide, factor in zip(after, raw, factors, strict=True)
+            ),
             kv_lens=kv_lens,
             page_indices=page_indices,
             cu_q_lens=cu_q_lens,
@@ -147,13 +198,10 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
             save_residuals=save_residuals,
             **options,
         )
-        return (*(found if save_residuals else (found,)), k_after, v_after)
+        returned = steps.scales_returned(old_scales, new_scales) if computes else ()
+        return (*(found if save_residuals else (found,)), *after, *returned)
 
     return attention
-
-
-def _only_scaled(case: Case) -> str | None:
-    return None if case.kv_cache else "k_scale: pages without scales"
 
 
 def scatter_writing(name: str, steps: ScaledSteps = ScaledSteps()) -> Implementation:
@@ -168,5 +216,13 @@ def token_writing(name: str, steps: ScaledSteps = ScaledSteps()) -> Implementati
 
 def _implement(name: str, call: Callable[..., Any]) -> Implementation:
     return dataclasses.replace(
-        paged(name), call=call, writes_pages=True, offers=WRITTEN_FEATURES, supports_case=_only_scaled
+        paged(name),
+        call=call,
+        writes_pages=True,
+        offers=WRITTEN_FEATURES | COMPUTED_FEATURES,
+        supports_case=_refuse_unscaled,
     )
+
+
+def _refuse_unscaled(case: Case) -> str | None:
+    return None if case.kv_cache else "k_scale: pages without scales"

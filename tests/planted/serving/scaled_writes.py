@@ -13,15 +13,24 @@ from cases.case import Case
 from conformance.mutation.kernels.triggers import both, has
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
-from tests.planted.planting.scaled_writes import ScaledSteps, round_and_clip, scatter_writing, token_writing
+from tests.planted.planting.scaled_writes import (
+    ScaledSteps,
+    compute_scales,
+    get_largest,
+    round_and_clip,
+    scatter_writing,
+    token_writing,
+)
 
 Array = jax.Array
-_SCALED = has("paged", "kv_writes_scaled")
+_SCALED, _COMPUTED = has("paged", "kv_writes_scaled"), has("paged", "kv_writes_computed")
 _FP8, _INT8 = both(_SCALED, has("kv_fp8")), both(_SCALED, has("kv_int8"))
 _bug = functools.partial(
     stored_bug.bug, family="paged", build=scatter_writing, shows="k_pages v_pages out", trigger=_SCALED
 )
 _token_bug = functools.partial(_bug, build=token_writing)
+_computed_bug = functools.partial(_bug, trigger=_COMPUTED, shows="k_pages v_pages k_scales v_scales out")
+_computed_token_bug = functools.partial(_computed_bug, build=token_writing)
 
 
 def _given(case: Case) -> bool:
@@ -92,6 +101,19 @@ def _clear_next_row(pool: Array, page: Array, row: Array) -> Array:
 def _keep_where_zero(stored: Array, before: Array, at: Any) -> Array:
     """Zeros are not stored: a mask of what is not zero guards the store."""
     return jnp.where(stored == 0, before, stored)
+
+
+def _write_row_before(pool: Array, scales: Array, page: Array, row: Array) -> Array:
+    return pool.at[page, (row - 1) % pool.shape[1]].set(scales, mode="drop")
+
+
+def _write_whole_page(pool: Array, scales: Array, page: Array, row: Array) -> Array:
+    """The scale of a token is written to all rows of its page."""
+    return pool.at[page].set(jnp.broadcast_to(scales[..., None, :], (*scales.shape[:-1], *pool.shape[1:])), mode="drop")
+
+
+def _write_first_head(pool: Array, scales: Array, page: Array, row: Array) -> Array:
+    return pool.at[page, row].set(jnp.broadcast_to(scales[..., :1], scales.shape), mode="drop")
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -243,5 +265,85 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(written=_keep_where_zero),
         kind="kvwrite.rows",
         reference="inferred from a mask that is made of stored numbers",
+    ),
+    _computed_bug(
+        "computed-scales-not-written",
+        ScaledSteps(scales_to_read=lambda before, after: before, scales_returned=lambda before, after: before),
+        kind="kvcompute.not-written",
+        reference="inferred from vllm-project/vllm#17362, where one of two pools is written",
+    ),
+    _computed_token_bug(
+        "computed-scales-not-returned",
+        ScaledSteps(scales_returned=lambda before, after: before),
+        kind="kvcompute.not-written",
+        reference="inferred from vllm-project/vllm#17362, where one of two pools is written",
+        shows="k_scales v_scales",
+    ),
+    _computed_bug(
+        "computed-scales-of-values-for-keys",
+        ScaledSteps(scales_returned=lambda before, after: after[::-1]),
+        kind="kvcompute.k-for-v",
+        reference="inferred from sgl-project/sglang#26852",
+        shows="k_scales v_scales",
+    ),
+    _computed_token_bug(
+        "computed-scales-in-the-row-before",
+        ScaledSteps(write_scales=_write_row_before),
+        kind="kvcompute.row",
+        reference="inferred from slots that are counted from 1",
+        trigger=both(_COMPUTED, lambda case: case.stored is not None and case.stored.size != 1),
+    ),
+    _computed_bug(
+        "computed-scale-of-the-first-head",
+        ScaledSteps(write_scales=_write_first_head),
+        kind="kvcompute.per-head",
+        reference="sgl-project/sgl-kernel-xpu#252, element 0 used for scales that differ",
+        trigger=both(_COMPUTED, lambda case: case.num_kv_heads > 1),
+    ),
+    _computed_token_bug(
+        "computed-scale-in-all-rows-of-a-page",
+        ScaledSteps(write_scales=_write_whole_page),
+        kind="kvcompute.row",
+        reference="inferred from a scale for each page",
+        trigger=both(_COMPUTED, lambda case: case.stored is not None and case.stored.size != 1),
+    ),
+    _computed_bug(
+        "computed-from-values-not-magnitudes",
+        ScaledSteps(peaks=lambda x: jnp.maximum(x.astype(jnp.float32).max(axis=-1), 1e-6)),
+        kind="kvcompute.sign",
+        reference="inferred",
+    ),
+    _computed_token_bug(
+        "computed-of-zero-is-not-a-number",
+        ScaledSteps(computed=lambda peaks, dtype: peaks / get_largest(dtype)),
+        kind="kvcompute.zero",
+        reference="inferred from a division of zero by a scale of zero; ml_dtypes has NaN for the e8m0 of such a block",
+    ),
+    _computed_bug(
+        "computed-by-128",
+        ScaledSteps(computed=lambda peaks, dtype: compute_scales(peaks, dtype) * (127 / 128)),
+        kind="kvcompute.largest",
+        reference="inferred from the range of int8, which is not symmetric",
+    ),
+    _computed_token_bug(
+        "computed-scales-in-bf16",
+        ScaledSteps(
+            computed=lambda peaks, dtype: compute_scales(peaks, dtype).astype(jnp.bfloat16).astype(jnp.float32)
+        ),
+        kind="kvcompute.dtype",
+        reference="inferred from scales kept in the dtype of the operands",
+    ),
+    _computed_bug(
+        "computed-scales-of-powers-of-two",
+        ScaledSteps(computed=lambda peaks, dtype: jnp.exp2(jnp.ceil(jnp.log2(compute_scales(peaks, dtype))))),
+        kind="kvcompute.power-of-two",
+        reference="inferred from block scales in e8m0 (OCP MX), which are powers of two",
+    ),
+    _computed_token_bug(
+        "computed-and-attended-to-as-given",
+        ScaledSteps(attended=lambda pool, raw: raw),
+        kind="kvwrite.attended",
+        reference="inferred from sgl-project/sglang#19636, where live keys are not those that are stored",
+        shows="out",
     ),
 )
