@@ -44,6 +44,8 @@ class Case(CaseFields):
             raise CaseIdError(f"{self.kv_cache} is a cache: phase must be 'prefill' or 'decode', got 'train'")
         if self.dropout_rate is not None:
             self._check_dropout(self.dropout_rate)
+        if self.q_fp8 and not (self.storage is not None and (self.kv_cache or "").startswith("kvfp8")):
+            raise CaseIdError("qfp8 is for queries over pages in fp8: the case needs storage and such a cache")
         if self.score in score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
@@ -113,6 +115,8 @@ class Case(CaseFields):
         components = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
         components += [operand.write(value) for operand, value in values if value != operand.absent]
+        if self.q_fp8:
+            components.append("qfp8")
         if self.dropout_rate is not None:
             components.append(f"dropout{np.format_float_positional(self.dropout_rate, trim='-')}")
         if self.storage is not None:
@@ -155,6 +159,8 @@ class Case(CaseFields):
             found.append("unequal_lengths")
         if self.kv_cache:
             found += quantization.list_cache_features(self.kv_cache)
+        if self.q_fp8:
+            found.append("q_fp8")
         return tuple(found)
 
     def _list_sides(self) -> tuple[str, ...]:
@@ -195,6 +201,7 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
+    "q_fp8": "queries as float8_e4m3fn, with one scale for all",
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
@@ -203,7 +210,7 @@ OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURE
 
 OPT_IN = (
     mask_spec.OPT_IN
-    | {"captures", "dropout"}
+    | {"captures", "dropout", "q_fp8"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)

@@ -134,10 +134,14 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
             given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
             q = (q * dtype.type(2.0 ** round(math.log2(given)))).astype(dtype)
+    q_scale = None
+    if case.q_fp8:
+        q, q_scale = quantization.quantize_queries(q)
     return Problem(
         q=q,
         k=k,
         v=v,
+        q_scale=q_scale,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
         computes_scales=case.kv_cache in quantization.COMPUTED_CACHES,
@@ -179,6 +183,7 @@ def build_hollow_problem(case: Case) -> Problem:
         k=make_zeros(*tokens, case.head_dim, dtype=held),
         v=make_zeros(*tokens, case.v_head_dim, dtype=held),
         kv_scales=None if case.kv_cache is None else (scales, scales),
+        q_scale=1.0 if case.q_fp8 else None,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         storage=_draw_storage(case),
         tied=_has_tied_values(case),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -27,6 +29,9 @@ WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES, *COMPUTED_CACHES)
 """Quantised caches of calls that write them. `build_raw_tokens` has the numbers that such a call is given."""
 PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
+QUERIES = "/qfp8"
+"""The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
+_Q_SIGNIFICAND = 11 / 16
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -67,6 +72,26 @@ def list_cache_features(cache: str) -> tuple[str, ...]:
     if cache in WRITTEN_CACHES:
         return f"kv_{kind}", "kv_tensor_scales", "kv_writes_scaled"
     return f"kv_{kind}", f"kv_{by}_scales"
+
+
+def split_level(level: str | None) -> dict[str, Any]:
+    """Return the fields of a case for what a call takes: a quantised cache or None, and with `QUERIES` fp8 queries."""
+    cache = None if level is None else level.removesuffix(QUERIES)
+    return {"kv_cache": cache, "q_fp8": cache != level}
+
+
+def quantize_queries(q: np.ndarray) -> tuple[np.ndarray, float]:
+    """Round queries to numbers of float8_e4m3fn times one scale; returns them in the dtype of `q`, and the scale.
+
+    The scale has four significant bits, as the numbers do. So their products are exact in every dtype, except for the
+    smallest ones in f16, which become zero. The scale is no power of two.
+    """
+    exact = q.astype(np.float64)
+    peak = np.abs(exact).max()
+    scale = _Q_SIGNIFICAND * 2.0 ** np.ceil(np.log2((peak or 1.0) / (_LARGEST["fp8"] * _Q_SIGNIFICAND)))
+    product = (exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale
+    rounded = product.astype(q.dtype)
+    return np.where(rounded.astype(np.float64) == product, rounded, np.zeros_like(rounded)), float(scale)
 
 
 def _split(cache: str) -> tuple[str, str]:

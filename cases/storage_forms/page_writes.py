@@ -140,7 +140,7 @@ def build_writing(
 
 
 def find_token_scales(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Find the scales `[tokens, K]` of raw tokens `[tokens, K, D]` for a stored dtype, in f32; 0 for tokens of zeros."""
+    """Find the f32 scales `[tokens, K]` of raw tokens `[tokens, K, D]` for a stored dtype; 0 for tokens of zeros."""
     largest = quantization.find_largest(dtype)
     assert largest is not None
     return (np.abs(tokens.astype(np.float64)).max(axis=-1) / largest).astype(np.float32)

@@ -9,6 +9,7 @@ take quantised pages have one more axis, the format of the cache. Kernels that w
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from cases.quantization import (
     GIVEN_CACHES,
     PAGED_CACHES,
     PAGES_HOLD,
+    QUERIES,
     UNIT_CACHES,
     WHOLE_CACHES,
-    WRITTEN_CACHES,
+    split_level,
 )
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
@@ -103,12 +105,15 @@ MODELS: tuple[Model, Model] = (
 """The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
-def _add_caches(*caches: str | None, models: tuple[Model, Model] = MODELS) -> tuple[Model, Model]:
-    """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported."""
+def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
+    """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported.
+
+    A format is as `cases.quantization.split_level` takes it.
+    """
 
     def add(model: Model) -> Model:
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-            return dataclasses.replace(model.assemble(levels, seed), kv_cache=levels["kv_cache"])
+            return dataclasses.replace(model.assemble(levels, seed), **split_level(levels["kv_cache"]))
 
         return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
 
@@ -118,32 +123,35 @@ def _add_caches(*caches: str | None, models: tuple[Model, Model] = MODELS) -> tu
 
 WRITE_MODELS = build_write_models(MODELS)
 """The models for kernels that write pages."""
-TOKEN_SCALE_MODELS = _add_caches(None, *PAGED_CACHES)
-"""The models for kernels that take pages with a scale for each token and head."""
-WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
-"""The models for kernels that take pages with one scale for all keys and one for all values."""
-BOTH_SCALE_MODELS = _add_caches(None, *PAGED_CACHES, *WHOLE_CACHES)
-"""The models for kernels that take both kinds of scales."""
-
-SCALED_WRITE_MODELS = _add_caches(None, *GIVEN_CACHES, *UNIT_CACHES, models=WRITE_MODELS)
-"""The models for kernels that write pages with scales that they are given."""
-COMPUTED_WRITE_MODELS = _add_caches(None, *COMPUTED_CACHES, models=WRITE_MODELS)
-"""The models for kernels that write pages with scales that they compute."""
-BOTH_WRITE_MODELS = _add_caches(None, *WRITTEN_CACHES, models=WRITE_MODELS)
-"""The models for kernels that do both."""
+BOTH_SCALE_MODELS = _add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
+"""The models for kernels that take pages with a scale for each token and head, and pages with one scale for all."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
     """Return the models for a kernel, from whether it writes pages and from the opt-in features that it offers."""
-    if writes_pages:
-        if "kv_writes_computed" not in offers:
-            return SCALED_WRITE_MODELS if "kv_writes_scaled" in offers else WRITE_MODELS
-        return BOTH_WRITE_MODELS if "kv_writes_scaled" in offers else COMPUTED_WRITE_MODELS
+    return _build_models(writes_pages, _list_caches(writes_pages, offers))
+
+
+@functools.cache
+def _build_models(writes_pages: bool, caches: tuple[str, ...]) -> tuple[Model, Model]:
+    models = WRITE_MODELS if writes_pages else MODELS
+    return _add_caches(models, None, *caches) if caches else models
+
+
+def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
+    """List the formats of quantised pages for a kernel, as `cases.quantization.split_level` takes them."""
     if not offers & KV_FEATURES:
-        return MODELS
-    if "kv_tensor_scales" not in offers:
-        return TOKEN_SCALE_MODELS
-    return BOTH_SCALE_MODELS if "kv_token_scales" in offers else WHOLE_SCALE_MODELS
+        return ()
+    caches: tuple[str, ...]
+    if writes_pages:
+        given = (*GIVEN_CACHES, *UNIT_CACHES) if "kv_writes_scaled" in offers else ()
+        caches = (*given, *(COMPUTED_CACHES if "kv_writes_computed" in offers else ()))
+    else:
+        whole = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        caches = (*(PAGED_CACHES if "kv_token_scales" in offers or not whole else ()), *whole)
+    if "q_fp8" not in offers:
+        return caches
+    return (*caches, *(cache + QUERIES for cache in caches if cache.startswith("kvfp8")))
 
 
 _DRAWN_PAGE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256)
@@ -162,7 +170,7 @@ def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.Se
 
 @st.composite
 def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
-    return dataclasses.replace(draw(drawn), kv_cache=draw(st.sampled_from(caches)))
+    return dataclasses.replace(draw(drawn), **split_level(draw(st.sampled_from(caches))))
 
 
 @st.composite
@@ -337,6 +345,8 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     )
 
 
+# What calls with queries in fp8 take, for server traces and drawn cases.
+_QUERY_CACHES = tuple(cache + QUERIES for cache in ("kvfp8-token", "kvfp8-tensor", "kvfp8-given", "kvfp8-computed"))
 _PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 
 
@@ -345,7 +355,7 @@ CASES = FormCases(
     find_models=find_models,
     plain=Case(mask="own-linf-128", storage="paged16", phase="prefill"),
     draw_cases=draw_paged_cases,
-    caches=PAGES_HOLD,
+    caches=(*PAGES_HOLD, *_QUERY_CACHES),
     further_sequences={
         # Forty sequences, and more than 255 pages.
         "forty": {

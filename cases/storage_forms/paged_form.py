@@ -29,6 +29,8 @@ SCALES = ("k_scales", "v_scales")
 """The parameters that take a scale for each row of a page and head, f32 `[pages, page_size, K]`."""
 WHOLE_SCALES = ("k_scale", "v_scale")
 """The parameters that take one scale for all keys and one for all values, as Python numbers."""
+QUERY_PARAMETERS = ("q_scale", "out_dtype")
+"""The parameters for queries in fp8: their scale, a Python number, and the dtype of `out`."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 """The features of pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
@@ -174,7 +176,16 @@ PAGED = StorageForm(
     draw_layout=draw_layout,
     describe_layout=describe_layout,
     tables=TABLES,
-    parameters=(*TABLES, *SCALES, *WHOLE_SCALES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    parameters=(
+        *TABLES,
+        *SCALES,
+        *WHOLE_SCALES,
+        *QUERY_PARAMETERS,
+        "causal",
+        "window",
+        *STORED_OPERANDS,
+        "save_residuals",
+    ),
     required=REQUIRED,
     marks=("page_indices",),
     noun="pages",

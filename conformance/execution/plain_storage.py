@@ -90,7 +90,7 @@ def find_scale_features(parameters: Collection[str], form: StorageForm | None, *
 
 def find_required_scales(signature: inspect.Signature, form: StorageForm | None) -> tuple[str, ...]:
     """Return the scale parameters of a function that have no default: it cannot take a cache without these scales."""
-    names = (name for pair in (form.scales if form else ()) for name in pair.names)
+    names = [name for pair in (form.scales if form else ()) for name in pair.names] + ["q_scale"] * (form is not None)
     own = (signature.parameters[name] for name in names if name in signature.parameters)
     return tuple(p.name for p in own if p.default is p.empty)
 
@@ -103,9 +103,11 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     described = FORMS[form]
     whole = has_whole_scales(case.kv_cache)
     pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
-    given = [name for pair in pairs for name in pair.names]
+    given = [name for pair in pairs for name in pair.names] + ["q_scale"] * case.q_fp8
     if missing := [name for name in needed if name not in given]:
         return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
+    if case.q_fp8 and case.dtype != "bf16" and "out_dtype" not in parameters:
+        return "q_fp8: without a parameter 'out_dtype', out of queries in fp8 is in bf16"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or sides == Sides() or "window" in parameters:

@@ -162,6 +162,7 @@ class StoredCall:
     # Whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without queries
     # and keys.
     counts: bool
+    takes_out_dtype: bool = False  # whether the call takes `out_dtype`, the dtype of `out` for queries in fp8
     writes: bool = False  # whether the call writes the new tokens into pages
     formulas: Formulas = _CONTRACT  # the formulas of the call, for the residuals of queries that it does not get
 
@@ -170,9 +171,9 @@ class StoredCall:
         cls, call: Callable[..., Any], form: str, *, writes: bool = False, formulas: Formulas = _CONTRACT
     ) -> StoredCall:
         """Wrap `call`, which takes operands in the storage form `form`; its signature says if it takes `num_seqs`."""
-        parameters = inspect.signature(call).parameters.values()
-        counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(call, FORMS[form], counts, writes, formulas)
+        parameters = inspect.signature(call).parameters
+        counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return cls(call, FORMS[form], counts, "out_dtype" in parameters, writes, formulas)
 
     def __call__(
         self,
@@ -202,7 +203,7 @@ class StoredCall:
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
-        stored = self.store(q, k, v, storage, padding, kv_scales)
+        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"))
         *rows, heads, _ = stored["q"].shape
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -234,6 +235,7 @@ class StoredCall:
         storage: Mapping[str, Any],
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
+        q_scale: float | None = None,
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
@@ -245,7 +247,7 @@ class StoredCall:
             {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
         )
         return {
-            "q": self.pack_queries(q, storage, added.get("q")),
+            "q": self.pack_queries(q, storage, added.get("q"), q_scale),
             **self.form.arrange(gathered),
             **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
@@ -255,9 +257,20 @@ class StoredCall:
     def _find_scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
         return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
 
-    def pack_queries(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
-        """Gather dense queries into their stored form, `[total_q, N, H]` or `[rows, T, N, H]`."""
-        return _gather(q, storage["q_rows"], storage["stale"], padding)
+    def pack_queries(
+        self, q: Any, storage: Mapping[str, Any], padding: Any = None, q_scale: float | None = None
+    ) -> jax.Array:
+        """Gather dense queries into their stored form, `[total_q, N, H]` or `[rows, T, N, H]`.
+
+        With `q_scale`, they become the float8_e4m3fn numbers `q / q_scale`.
+        """
+        packed = _gather(q, storage["q_rows"], storage["stale"], padding)
+        if q_scale is None:
+            return packed
+        dtype = quantization.STORED["fp8"]
+        largest = quantization.find_largest(dtype)
+        assert largest is not None
+        return jnp.clip(packed.astype(jnp.float32) / q_scale, -largest, largest).astype(dtype)
 
     def select_tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the tables that the call takes from the arrays of `build_storage_arrays`."""
@@ -271,7 +284,7 @@ class StoredCall:
     def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
         if not self.writes:
-            arguments = self._name_whole_scales(arguments)
+            arguments = self._name_numbers(arguments)
             operands = [arguments.pop(name) for name in self.form.operands]
             return self.call(*operands, **arguments)
         out, residuals, _ = self.write(**arguments)
@@ -282,14 +295,17 @@ class StoredCall:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
-        returned = self.call(q, k, v, k_pages, v_pages, **self._name_whole_scales(others), **asked)
+        returned = self.call(q, k, v, k_pages, v_pages, **self._name_numbers(others), **asked)
         names = POOLS if "k_scales" in others else PAGE_ARRAYS
         found = returned_values.check_pages(returned, names, save_residuals=save_residuals)
         return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
 
-    def _name_whole_scales(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names."""
-        named = dict(arguments)
+    def _name_numbers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names.
+
+        Without `out_dtype` if the call does not take it.
+        """
+        named = {name: x for name, x in arguments.items() if name != "out_dtype" or self.takes_out_dtype}
         if (numbers := named.pop("kv_scales", None)) is not None:
             named |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         return named

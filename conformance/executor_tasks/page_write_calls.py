@@ -105,7 +105,7 @@ def _call_checked(
     """Make the call that writes pages, in its own convention, and check the shapes of `out` and residuals."""
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
-    q = call.pack_queries(arrays["q"], storage)
+    q = call.pack_queries(arrays["q"], storage, q_scale=statics.get("q_scale"))
     out, residuals, after = call.write(
         q=q, **tokens, **pools, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
     )

@@ -131,7 +131,7 @@ def _build_scaled_update_implementation(name: str) -> Implementation:
     return dataclasses.replace(
         _build_update_implementation(name),
         description="attention over int8 or fp8 pages in plain JAX, new keys and values quantised into them first",
-        offers=WRITTEN_FEATURES | COMPUTED_FEATURES,
+        offers=WRITTEN_FEATURES | COMPUTED_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
 
@@ -141,7 +141,7 @@ def _build_scaled_implementation(name: str) -> Implementation:
     return dataclasses.replace(
         build_implementation(name),
         description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
-        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        offers=SCALED_FEATURES | WHOLE_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
 

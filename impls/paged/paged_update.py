@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.quantization import find_largest
-from impls.paged.attention import attention, check_paged_operands, check_tables
+from impls.paged.attention import attention, check_paged_operands, check_tables, widen_queries
 
 _MAX_INT32 = 2**31 - 1  # larger than the index of every token
 
 
 def attention_with_update(
-    q: Float[Array, "total_q N H"],
+    q: Shaped[Array, "total_q N H"],
     k: Float[Array, "total_q K H"],
     v: Float[Array, "total_q K V"],
     k_pages: Shaped[Array, "pages page_size K H"],
@@ -34,6 +34,9 @@ def attention_with_update(
     v_scales: Float32[Array, "pages page_size K"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    q_scale: float | None = None,
+    out_dtype: Any = None,
+    scale: float | None = None,
     save_residuals: bool = False,
     **options: Any,
 ) -> Any:
@@ -47,7 +50,10 @@ def attention_with_update(
       v_scales: the same for values.
       k_scale: one scale for all keys, by which new keys are divided before they are rounded.
       v_scale: the same for values.
-      options: those of `impls.paged.attention.attention`.
+      q_scale: the scale of queries in float8_e4m3fn, a number.
+      out_dtype: the dtype of `out` for such queries, bfloat16 by default.
+      scale: the factor of `<q, k>`, by default `1 / sqrt(H)`.
+      options: other ones of `impls.paged.attention.attention`.
 
     Returns:
       `(out, k_pages, v_pages)`, or `(out, {"logsumexp": ..., "max_logits": ...}, k_pages, v_pages)`; `out
@@ -64,6 +70,7 @@ def attention_with_update(
         "cu_q_lens": cu_q_lens,
         "num_seqs": num_seqs,
     }
+    q, scale = widen_queries(q, q_scale, scale, out_dtype)
     by_token, of_all = (k_scales, v_scales), (k_scale, v_scale)
     check_paged_operands(q, k_pages, v_pages, None, None, None, None, scales=by_token, of_all=of_all)
     check_tables(**tables)
@@ -76,7 +83,7 @@ def attention_with_update(
             scale_pools[n] = jnp.asarray(by_token[n]).at[page, row].set(scales, mode="drop")
         pools[n] = _write_rows(name, _quantize(name, x, pools[n], scales), pools[n], page, row)
     given = {"k_scales": scale_pools[0], "v_scales": scale_pools[1], "k_scale": k_scale, "v_scale": v_scale}
-    found = attention(q, *pools, **tables, **given, save_residuals=save_residuals, **options)
+    found = attention(q, *pools, **tables, **given, scale=scale, save_residuals=save_residuals, **options)
     returned = (*pools, *(x for x in scale_pools if x is not None))
     return (*found, *returned) if save_residuals else (found, *returned)
 

@@ -15,7 +15,8 @@ from cases.operand_values import Problem
 from cases.quantization import COMPUTED_CACHES, GIVEN_CACHES, SCALE_ERROR, UNIT_CACHES, find_largest
 from cases.storage_forms import server_traces
 from cases.storage_forms.page_writes import PAGE_ARRAYS, build_raw_operands, build_writing, find_slots, view_bits
-from cases.storage_forms.paged_cases import BOTH_WRITE_MODELS, WRITE_MODELS
+from cases.storage_forms.paged_cases import find_models
+from cases.storage_forms.paged_form import COMPUTED_FEATURES, WRITTEN_FEATURES
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from cases.storage_forms.stored_cases import find_refusal
 
@@ -23,7 +24,8 @@ MIXED = parse_case_id("prefill/f32/B4.T13.S45.N4.K2.H16.V8/own-linf-45-32-33-9/p
 SHARED = dataclasses.replace(MIXED, storage="shared16-q13-1-1-9")
 GRIDS = [
     build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model)
-    for model in (*WRITE_MODELS, *BOTH_WRITE_MODELS)
+    for offers in (frozenset[str](), WRITTEN_FEATURES | COMPUTED_FEATURES)
+    for model in find_models(True, offers)
 ]
 
 

@@ -139,7 +139,7 @@ def test_residuals_of_one_that_needs_scales_are_found() -> None:
             "q, k, v, *, page_indices, kv_lens, cu_q_lens, kv_scales",
             "needs the argument 'kv_scales'.*k_scales, v_scales",
         ),
-        ("q, k, v, k_pages, v_pages, *, page_indices, kv_lens, cu_q_lens, k_scales, v_scales", "needs .* 'k_scales'"),
+        ("q, k, v, k_pages, v_pages, *, page_indices, kv_lens, cu_q_lens, k_scales", "lacks 'v_scales'"),
     ],
 )
 def test_what_is_missing_is_named(parameters: str, message: str) -> None:
