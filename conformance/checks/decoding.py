@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.decoding_cases import PIECES, cut_problem
-from cases.operand_values import Problem
-from cases.storage_forms.page_writes import POOLS, Writing, build_writing
+from cases.storage_forms.page_writes import Writing, build_writing
 from cases.storage_forms.paged_form import SCALES
 from cases.storage_forms.server_traces import Step, iter_steps
 from conformance.check_api.judgement import Judgement, add_label
@@ -93,7 +92,7 @@ def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[W
     for n in range(1, len(writings)):
         writings[n] = _replace_earlier_scales(writings[n], results[n - 1])
     return tuple(
-        (writing, {**_unpack_results(got, step.problem), **{name: got[name] for name in writing.after}})
+        (writing, {**page_comparison.unpack_results(got, step.problem), **{name: got[name] for name in writing.after}})
         for writing, got, step in zip(writings, results, trace, strict=True)
     )
 
@@ -109,17 +108,6 @@ def _replace_earlier_scales(writing: Writing, earlier: Mapping[str, np.ndarray])
             before[name] = earlier[name]
             after[name] = np.where(writing.written[..., None], after[name], earlier[name])
     return dataclasses.replace(writing, before=before, after=after)
-
-
-def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
-    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
-    assert problem.storage is not None
-    places = problem.storage.places
-    dense = {}
-    for name in got.keys() - set(POOLS):
-        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
-        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
-    return dense
 
 
 def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from cases.operand_values import Problem
 from cases.quantization import SCALE_ERROR, STORED
 from cases.storage_forms.page_writes import POOLS, Writing, build_writing, view_bits
 from cases.storage_forms.paged_form import SCALES
-from conformance.check_api.judgement import Judgement
+from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls
 from reports import records
@@ -32,6 +33,37 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
         page_write_calls.run_page_write, subject.problem, writing.tokens, writing.before, save_residuals=save_residuals
     )
     yield from judge_pages(writing, got)
+
+
+def check_pages_without_update(subject: Subject) -> Iterator[Judgement]:
+    """Check a call with `update_kv_cache=False`, if the implementation takes that.
+
+    The pages already hold the new tokens. The tokens that the call gets beside them hold what it must not read: NaN, or
+    64 if the implementation declares `behind_mask="finite"`.
+    """
+    given = build_page_writing(subject)
+    stale = 64.0 if subject.implementation.behind_mask == "finite" else np.nan
+    tokens = {name: np.full_like(x, stale) for name, x in given.tokens.items()}
+    writing = Writing(tokens, given.after, given.after, np.zeros_like(given.written))
+    got = subject.executor.run(page_write_calls.run_without_update, subject.problem, writing.tokens, writing.before)
+    if got is None:
+        return
+    out = unpack_results({"out": got["out"]}, subject.problem)["out"]
+    yield from add_label(
+        "no_update", [subject.judge("out", out, subject.expectation.forward["out"], subject.judged_out)]
+    )
+    yield from add_label("no_update", judge_pages(writing, got))
+
+
+def unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
+    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
+    assert problem.storage is not None
+    places = problem.storage.places
+    dense = {}
+    for name in got.keys() - set(POOLS):
+        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
+        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
+    return dense
 
 
 def build_page_writing(subject: Subject) -> Writing:

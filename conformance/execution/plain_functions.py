@@ -117,6 +117,8 @@ def build_implementation(
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
     constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
+    if plain_storage.UPDATE in parameters:
+        explicit[plain_storage.UPDATE] = True
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
@@ -136,6 +138,8 @@ def build_implementation(
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = _append_soft_cap(options.get("score_mod"), options.pop("soft_cap"))
         given = {n: value for n, value in options.items() if value is not None and value is not False}
+        if plain_storage.UPDATE in options:
+            given[plain_storage.UPDATE] = options[plain_storage.UPDATE]
         for option in given:
             if option not in reachable:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
@@ -411,9 +415,8 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (
-            frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT, *plain_storage.SCALE_PARAMETERS, *QUERY_PARAMETERS}
-        )
+        of_pages = {*plain_storage.SCALE_PARAMETERS, *QUERY_PARAMETERS, plain_storage.UPDATE}
+        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT} - of_pages)
     return named
 
 

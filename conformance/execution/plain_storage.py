@@ -26,6 +26,8 @@ from cases.storage_forms.page_writes import PAGE_ARRAYS
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.stored_cases import lower_sides
 
+UPDATE = "update_kv_cache"
+"""The parameter of a function that writes pages, with which it may be told not to."""
 _WRITTEN = ("k", "v", *PAGE_ARRAYS)
 SCALE_PARAMETERS = tuple(name for form in FORMS.values() for pair in form.scales for name in pair.names)
 """The names of the parameters for scales of quantised caches, for all storage forms."""
@@ -42,7 +44,7 @@ def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
     form = FORMS["paged"]
     unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features}
     read = (name for name in form.parameters if name not in unwritten)
-    return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
+    return (*read, UPDATE, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
 
 def call_page_writer(

@@ -163,6 +163,7 @@ class StoredCall:
     # and keys.
     counts: bool
     takes_out_dtype: bool = False  # whether the call takes `out_dtype`, the dtype of `out` for queries in fp8
+    takes_update: bool = False  # whether the call takes `update_kv_cache`, and writes nothing if that is False
     writes: bool = False  # whether the call writes the new tokens into pages
     formulas: Formulas = _CONTRACT  # the formulas of the call, for the residuals of queries that it does not get
 
@@ -173,7 +174,8 @@ class StoredCall:
         """Wrap `call`, which takes operands in the storage form `form`; its signature says if it takes `num_seqs`."""
         parameters = inspect.signature(call).parameters
         counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return cls(call, FORMS[form], counts, "out_dtype" in parameters, writes, formulas)
+        takes = ("out_dtype" in parameters, "update_kv_cache" in parameters)
+        return cls(call, FORMS[form], counts, *takes, writes, formulas)
 
     def __call__(
         self,

@@ -34,6 +34,7 @@ def attention_with_update(
     v_scales: Float32[Array, "pages page_size K"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    update_kv_cache: bool = True,
     q_scale: float | None = None,
     out_dtype: Any = None,
     scale: float | None = None,
@@ -50,6 +51,7 @@ def attention_with_update(
       v_scales: the same for values.
       k_scale: one scale for all keys, by which new keys are divided before they are rounded.
       v_scale: the same for values.
+      update_kv_cache: if False, the pages already hold the new tokens: `k` and `v` are ignored, and nothing is written.
       q_scale: the scale of queries in float8_e4m3fn, a number.
       out_dtype: the dtype of `out` for such queries, bfloat16 by default.
       scale: the factor of `<q, k>`, by default `1 / sqrt(H)`.
@@ -76,7 +78,7 @@ def attention_with_update(
     check_tables(**tables)
     page, row = _find_slots(len(q), k_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
     pools, scale_pools = [k_pages, v_pages], list(by_token)
-    for n, (name, x) in enumerate((("k", k), ("v", v))):
+    for n, (name, x) in enumerate((("k", k), ("v", v)) if update_kv_cache else ()):
         scales = of_all[n]
         if by_token[n] is not None:
             scales = _compute_scales(x, pools[n])

@@ -31,7 +31,7 @@ def _list_quick_cases() -> tuple[Case, ...]:
 def test_a_planted_bug_is_red(bug: PlantedBug) -> None:
     cases = [case for case in _list_quick_cases() if bug.trigger is None or bug.trigger(case)]
     for case in cases[:_LOOKED_AT]:
-        red = {one.observable for one in judge(bug.build(), case.id, "forward") if one.verdict == FAIL}
+        red = {one.observable.split(".")[0] for one in judge(bug.build(), case.id, "forward") if one.verdict == FAIL}
         if red:
             assert red <= set(bug.shows)
             return

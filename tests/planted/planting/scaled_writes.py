@@ -19,7 +19,7 @@ from cases.storage_forms.paged_form import COMPUTED_FEATURES, WRITTEN_FEATURES
 from impls.contract.implementation import Implementation
 from tests.kernels import serving_attention
 from tests.planted.planting.page_writes import WriteSteps, writing_by
-from tests.planted.planting.served import PagedSteps, paged
+from tests.planted.planting.served import PagedSteps, cap_logits, paged
 
 Array = jax.Array
 Step = Callable[..., Any]
@@ -72,6 +72,11 @@ class ScaledSteps:
     to_read: Step = lambda k_scale, v_scale: (k_scale, v_scale)  # given scales
     scales_to_read: Step = lambda before, after: after  # pairs of pools of scales
     scales_returned: Step = lambda before, after: after
+    # Of queries in fp8: what multiplies them, what multiplies capped logits, and the dtype of `out`.
+    to_queries: Step = lambda q_scale: q_scale
+    to_capped: Step = lambda q_scale: 1.0
+    out_dtype: Step = lambda dtype: dtype
+    updates: Step = lambda update_kv_cache: update_kv_cache
 
 
 def _quantize(
@@ -84,6 +89,10 @@ def _quantize(
     else:
         scales = wide = [float(x) for x in steps.to_write(*given)]
     return [(steps.quotient or default)(x, scale) for x, scale in zip(tokens, wide, strict=True)], scales
+
+
+def _widen(q: Array, out_dtype: Any) -> Array:
+    return q.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
 
 
 def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
@@ -100,14 +109,23 @@ def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
         v_scales: Array | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        q_scale: float | None = None,
+        out_dtype: Any = None,
+        update_kv_cache: bool = True,
         **options: Any,
     ) -> Any:
+        factor, updates = 1.0, steps.updates(update_kv_cache)
+        if q_scale is not None:
+            q, factor = _widen(q, out_dtype), steps.to_capped(q_scale)
+            scale = options.get("scale")
+            options["scale"] = (q.shape[-1] ** -0.5 if scale is None else scale) * steps.to_queries(q_scale)
         computes, dtype, given = k_scales is not None, k_pages.dtype, (k_scale, v_scale)
         quotients, scales = _quantize(steps, _divide, (k, v), dtype, given, computes=computes)
         old_scales, new_scales, raw = (k_scales, v_scales), [], []
 
         def write(pool: Array, x: Array, page: Array, row: Array) -> Array:
             n = len(raw)
+            page = page if updates else jnp.full_like(page, len(pool))
             raw.append(_write(pool.astype(jnp.float32), quotients[n], page, row))
             if computes:
                 new_scales.append(steps.write_scales(old_scales[n], scales[n], page, row))
@@ -126,7 +144,11 @@ def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
             options |= dict(zip(("k_scale", "v_scale"), steps.to_read(*given), strict=True))
         call = writing_by(
             WriteSteps(write=write, attended=attend, returned=get_returned),
-            PagedSteps(scales=lambda *_: steps.scales_to_read(old_scales, new_scales)),
+            PagedSteps(
+                scales=lambda *_: steps.scales_to_read(old_scales, new_scales),
+                cap=lambda x, allowed, call: cap_logits(x, allowed, call) * factor,
+                output=lambda out, call: out if q_scale is None else out.astype(steps.out_dtype(q.dtype)),
+            ),
         )
         return call(q, *(steps.stored(x, dtype) for x in quotients), k_pages, v_pages, **options)
 
@@ -147,6 +169,9 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
         v_scales: Array | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        q_scale: float | None = None,
+        out_dtype: Any = None,
+        update_kv_cache: bool = True,
         kv_lens: Array,
         page_indices: Array,
         cu_q_lens: Array,
@@ -154,6 +179,9 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
+        if q_scale is not None:
+            q = _widen(q, out_dtype) * jnp.asarray(steps.to_queries(q_scale), _widen(q, out_dtype).dtype)
+        end = jnp.where(steps.updates(update_kv_cache), cu_q_lens[num_seqs[0]], 0)
         sequence, place = serving_attention._locate_tokens(q, cu_q_lens, num_seqs)
         computes, dtype, size = k_scales is not None, k_pages.dtype, k_pages.shape[1]
         quotients, scales = _quantize(steps, _multiply, (k, v), dtype, (k_scale, v_scale), computes=computes)
@@ -167,14 +195,14 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
             def put_one(token: Array, pool: Array) -> Array:
                 return put(pool, given[token], *locate(token))
 
-            return jax.lax.fori_loop(0, cu_q_lens[num_seqs[0]], put_one, pool)
+            return jax.lax.fori_loop(0, end, put_one, pool)
 
         def store(pool: Array, x: Array, page: Array, row: Array) -> Array:
             return pool.at[page, row].set(steps.written(steps.stored(x, dtype), pool[page, row], (page, row)))
 
         tokens = jnp.arange(len(q))
         page, row = jax.vmap(locate)(tokens)
-        page = jnp.where(tokens < cu_q_lens[num_seqs[0]], page, len(k_pages))
+        page = jnp.where(tokens < end, page, len(k_pages))
         after, old_scales, new_scales = [], (k_scales, v_scales), []
         for n, pool in enumerate((k_pages, v_pages)):
             after.append(steps.after(put_tokens(pool, quotients[n], store), page, row))
@@ -219,7 +247,7 @@ def _implement(name: str, call: Callable[..., Any]) -> Implementation:
         paged(name),
         call=call,
         writes_pages=True,
-        offers=WRITTEN_FEATURES | COMPUTED_FEATURES,
+        offers=WRITTEN_FEATURES | COMPUTED_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
 

@@ -24,6 +24,7 @@ from tests.planted.planting.scaled_writes import (
 
 Array = jax.Array
 _SCALED, _COMPUTED = has("paged", "kv_writes_scaled"), has("paged", "kv_writes_computed")
+_QUERIES = has("paged", "q_fp8")
 _FP8, _INT8 = both(_SCALED, has("kv_fp8")), both(_SCALED, has("kv_int8"))
 _bug = functools.partial(
     stored_bug.bug, family="paged", build=scatter_writing, shows="k_pages v_pages out", trigger=_SCALED
@@ -31,6 +32,8 @@ _bug = functools.partial(
 _token_bug = functools.partial(_bug, build=token_writing)
 _computed_bug = functools.partial(_bug, trigger=_COMPUTED, shows="k_pages v_pages k_scales v_scales out")
 _computed_token_bug = functools.partial(_computed_bug, build=token_writing)
+_query_bug = functools.partial(_bug, trigger=_QUERIES, shows="out")
+_query_token_bug = functools.partial(_query_bug, build=token_writing)
 
 
 def _given(case: Case) -> bool:
@@ -345,5 +348,54 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="kvwrite.attended",
         reference="inferred from sgl-project/sglang#19636, where live keys are not those that are stored",
         shows="out",
+    ),
+    _query_bug(
+        "scale-of-queries-dropped",
+        ScaledSteps(to_queries=lambda q_scale: 1.0),
+        kind="qscale.dropped",
+        reference="vllm-project/vllm#51363, descales dropped",
+    ),
+    _query_token_bug(
+        "scale-of-queries-dropped-by-token",
+        ScaledSteps(to_queries=lambda q_scale: 1.0),
+        kind="qscale.dropped",
+        reference="vllm-project/vllm#51363, descales dropped",
+    ),
+    _query_bug(
+        "scale-of-queries-twice",
+        ScaledSteps(to_queries=lambda q_scale: q_scale * q_scale),
+        kind="qscale.twice",
+        reference="vllm-project/vllm#48016, a scale applied twice",
+    ),
+    _query_token_bug(
+        "scale-of-queries-inverted",
+        ScaledSteps(to_queries=lambda q_scale: 1 / q_scale),
+        kind="qscale.inverse",
+        reference="inferred from tpu-inference 0.32.0, whose q_scale divides queries before they are cast",
+    ),
+    _query_bug(
+        "scale-of-queries-after-the-soft-cap",
+        ScaledSteps(to_queries=lambda q_scale: 1.0, to_capped=lambda q_scale: q_scale),
+        kind="qscale.order",
+        reference="inferred from TileOPs#1511, units of scaled and raw logits mixed",
+        trigger=both(_QUERIES, has("soft_cap")),
+    ),
+    _query_token_bug(
+        "scale-of-queries-of-a-power-of-two",
+        ScaledSteps(to_queries=_power_of_two),
+        kind="qscale.power-of-two",
+        reference="inferred from scales in e8m0 (OCP MX), which are powers of two",
+    ),
+    _bug(
+        "written-without-being-asked",
+        ScaledSteps(updates=lambda update_kv_cache: True),
+        kind="kvupdate.written",
+        reference="inferred from layers that share a cache (tpu-inference 0.32.0, update_kv_cache)",
+    ),
+    _token_bug(
+        "written-without-being-asked-by-token",
+        ScaledSteps(updates=lambda update_kv_cache: True),
+        kind="kvupdate.written",
+        reference="inferred from layers that share a cache (tpu-inference 0.32.0, update_kv_cache)",
     ),
 )
