@@ -205,7 +205,7 @@ FEATURES: dict[str, str] = {
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
-OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
+OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES | {"q_fp8"}
 """Features that a case has because of its optional operands."""
 
 OPT_IN = (

@@ -25,7 +25,7 @@ Program = Any
 
 
 def run_page_write(
-    executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool, **options: Any
+    executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
     """Return the pages `[pages, page_size, K, .]` as one call returns them, scales if it computes these, and `out`.
 
@@ -33,9 +33,7 @@ def run_page_write(
 
     `tokens` has `k` and `v` `[total_q, K, .]`, packed like the queries. `before` has the pages before the call.
     """
-    program, arrays = _bind_call(executor, problem, save_residuals=save_residuals, **options)
-    out, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
-    return {name: np.asarray(x) for name, x in {**after, "out": out}.items()}
+    return _run_once(executor, tokens, before, _bind_call(executor, problem, save_residuals=save_residuals))
 
 
 def run_without_update(executor: Executor, problem: Problem, tokens: Values, before: Values) -> Values | None:
@@ -44,7 +42,14 @@ def run_without_update(executor: Executor, problem: Problem, tokens: Values, bef
     assert isinstance(call, StoredCall)
     if not call.takes_update:
         return None
-    return run_page_write(executor, problem, tokens, before, save_residuals=False, update_kv_cache=False)
+    bound = _bind_call(executor, problem, save_residuals=False, update_kv_cache=False)
+    return _run_once(executor, tokens, before, bound)
+
+
+def _run_once(executor: Executor, tokens: Values, before: Values, bound: tuple[Program, Arrays]) -> Values:
+    program, arrays = bound
+    out, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
+    return {name: np.asarray(x) for name, x in {**after, "out": out}.items()}
 
 
 def run_steps(

@@ -77,15 +77,27 @@ def attention_with_update(
     check_paged_operands(q, k_pages, v_pages, None, None, None, None, scales=by_token, of_all=of_all)
     check_tables(**tables)
     page, row = _find_slots(len(q), k_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
-    pools, scale_pools = [k_pages, v_pages], list(by_token)
+    pools: list[Any] = [k_pages, v_pages]
+    scale_pools: list[Any] = list(by_token)
     for n, (name, x) in enumerate((("k", k), ("v", v)) if update_kv_cache else ()):
-        scales = of_all[n]
+        scales: Any = of_all[n]
         if by_token[n] is not None:
             scales = _compute_scales(x, pools[n])
             scale_pools[n] = jnp.asarray(by_token[n]).at[page, row].set(scales, mode="drop")
         pools[n] = _write_rows(name, _quantize(name, x, pools[n], scales), pools[n], page, row)
-    given = {"k_scales": scale_pools[0], "v_scales": scale_pools[1], "k_scale": k_scale, "v_scale": v_scale}
-    found = attention(q, *pools, **tables, **given, scale=scale, save_residuals=save_residuals, **options)
+    found = attention(
+        q,
+        pools[0],
+        pools[1],
+        **tables,
+        k_scales=scale_pools[0],
+        v_scales=scale_pools[1],
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale=scale,
+        save_residuals=save_residuals,
+        **options,
+    )
     returned = (*pools, *(x for x in scale_pools if x is not None))
     return (*found, *returned) if save_residuals else (found, *returned)
 
@@ -93,7 +105,13 @@ def attention_with_update(
 def _compute_scales(x: Any, pool: Any) -> jax.Array:
     """Compute the scale of each token and head, f32 `[total_q, K]`; 1 where all is zero."""
     peak = jnp.abs(jnp.asarray(x, jnp.float32)).max(axis=-1)
-    return jnp.where(peak == 0, 1.0, peak / find_largest(pool.dtype))
+    return jnp.where(peak == 0, 1.0, peak / _get_largest(pool))
+
+
+def _get_largest(pool: Any) -> float:
+    largest = find_largest(pool.dtype)
+    assert largest is not None  # `check_paged_operands` has refused other dtypes
+    return largest
 
 
 def _quantize(name: str, x: Any, pool: Any, scales: Any) -> Any:
@@ -105,7 +123,7 @@ def _quantize(name: str, x: Any, pool: Any, scales: Any) -> Any:
         return x
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating-point, since {name}_scale quantises it, got {x.dtype}")
-    largest = find_largest(pool.dtype)
+    largest = _get_largest(pool)
     divided = jnp.asarray(x, jnp.float32) / jnp.asarray(scales, jnp.float32)[..., None]
     clipped = jnp.clip(divided, -largest, largest)  # JAX casts what is larger than 448 to NaN
     return (jnp.round(clipped) if pool.dtype == jnp.int8 else clipped).astype(pool.dtype)

@@ -121,7 +121,8 @@ def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
             options["scale"] = (q.shape[-1] ** -0.5 if scale is None else scale) * steps.to_queries(q_scale)
         computes, dtype, given = k_scales is not None, k_pages.dtype, (k_scale, v_scale)
         quotients, scales = _quantize(steps, _divide, (k, v), dtype, given, computes=computes)
-        old_scales, new_scales, raw = (k_scales, v_scales), [], []
+        old_scales, new_scales = (k_scales, v_scales), []
+        raw: list[Array] = []
 
         def write(pool: Array, x: Array, page: Array, row: Array) -> Array:
             n = len(raw)
@@ -203,7 +204,8 @@ def by_token(steps: ScaledSteps) -> Callable[..., Any]:
         tokens = jnp.arange(len(q))
         page, row = jax.vmap(locate)(tokens)
         page = jnp.where(tokens < end, page, len(k_pages))
-        after, old_scales, new_scales = [], (k_scales, v_scales), []
+        old_scales: Pair = (k_scales, v_scales)
+        after, new_scales = [], []
         for n, pool in enumerate((k_pages, v_pages)):
             after.append(steps.after(put_tokens(pool, quotients[n], store), page, row))
             if computes:

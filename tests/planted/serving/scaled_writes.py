@@ -197,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "written-int8-truncated",
         ScaledSteps(stored=_truncate),
         kind="kvwrite.truncated",
-        reference="inferred from casts of floats to integers, which truncate",
+        reference="tpu-inference 0.32.0, whose quantize_kv casts to int8 without rounding",
         trigger=_INT8,
     ),
     _bug(
@@ -218,7 +218,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "written-int8-down-to-minus-128",
         ScaledSteps(stored=_down_to_minus_128),
         kind="kvwrite.bound",
-        reference="inferred from the range of int8, which is not symmetric",
+        reference="tpu-inference 0.32.0, whose quantize_kv clips to the range of int8, which is not symmetric",
         trigger=_INT8,
     ),
     _token_bug(
