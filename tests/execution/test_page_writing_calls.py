@@ -121,6 +121,36 @@ def test_a_function_with_scales_writes_by_them() -> None:
     assert {record.verdict for record in found.values()} == {PASS}
 
 
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_function_is_told_not_to_write(obeys: bool) -> None:
+    asked: list[bool] = []
+
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        num_seqs: Any,
+        update_kv_cache: bool,
+    ) -> Any:
+        asked.append(update_kv_cache)
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        told = {"update_kv_cache": update_kv_cache or not obeys}
+        return paged.attention_with_update(q, k, v, k_pages, v_pages, **tables, **told)
+
+    found = by_name(attention, SHORT)
+    assert {*asked} == {True, False}
+    expected = PASS if obeys else FAIL
+    assert {name: found[name].verdict for name in ("out", "out.no_update", "k_pages.no_update")} == {
+        **{"out": PASS, "out.no_update": expected, "k_pages.no_update": expected}
+    }
+
+
 def test_what_is_not_written_is_told() -> None:
     found = by_name(with_pages(lambda new, old: (new[0], *old)), SHORT)
     assert (found["out"].verdict, found["k_pages"].verdict, found["v_pages"].verdict) == (PASS, FAIL, FAIL)
