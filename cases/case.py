@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cases import front_ends, mask_spec, score_functions
+from cases import front_ends, mask_spec, quantization, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
 from cases.masks import Mask, Tree, iter_leaves
 from cases.operand import OptionalOperand
@@ -45,6 +45,8 @@ class Case(CaseFields):
             raise CaseIdError(f"{self.kv_cache} is a cache: phase must be 'prefill' or 'decode', got 'train'")
         if self.dropout_rate is not None:
             self._check_dropout(self.dropout_rate)
+        if self.q_fp8 and not (self.storage is not None and (self.kv_cache or "").startswith("kvfp8")):
+            raise CaseIdError("qfp8 is for queries over pages in fp8: the case needs storage and such a cache")
         if self.score in score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
@@ -115,6 +117,8 @@ class Case(CaseFields):
         components = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
         components += [operand.write(value) for operand, value in values if value != operand.absent]
+        if self.q_fp8:
+            components.append("qfp8")
         if self.dropout_rate is not None:
             components.append(f"dropout{np.format_float_positional(self.dropout_rate, trim='-')}")
         if self.storage is not None:
@@ -158,8 +162,9 @@ class Case(CaseFields):
         if self.q_length != self.kv_length and is_dense:
             found.append("unequal_lengths")
         if self.kv_cache:
-            kind, by = self.kv_cache.removeprefix("kv").split("-")
-            found += [f"kv_{kind}", f"kv_{by}_scales"]
+            found += quantization.list_cache_features(self.kv_cache)
+        if self.q_fp8:
+            found.append("q_fp8")
         return tuple(found)
 
     def _list_stored_mask_features(self) -> tuple[str, ...]:
@@ -209,14 +214,17 @@ FEATURES: dict[str, str] = {
     "kv_token_scales": "a scale of stored keys and values for each token and head",
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
+    "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
+    "q_fp8": "queries as float8_e4m3fn, with one scale for all",
+    "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
-OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
+OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES | {"q_fp8"}
 """Features that a case has because of its optional operands."""
 
 OPT_IN = (
     mask_spec.OPT_IN
-    | {"captures", "dropout", "later_pages", "packed_segments"}
+    | {"captures", "dropout", "later_pages", "packed_segments", "q_fp8"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)

@@ -47,6 +47,7 @@ class CaseFields:
     bias: str | None = None
     scale: float | None = None
     kv_cache: str | None = None
+    q_fp8: bool = False
     alibi: bool = False
     score: str | None = None
     logit_scale: bool = False
@@ -91,6 +92,8 @@ class CallOperands:
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
+    q_scale: float | None = None  # a call gets the float8_e4m3fn numbers `q / q_scale`, which are exact
+    computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
     score_table: np.ndarray | None = None  # [L, N], which `score_mod` captures if it is a `TableScore`

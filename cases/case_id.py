@@ -25,7 +25,7 @@ def parse_case_id(text: str) -> Case:
     if len(components) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(components)} components, at least 6 are needed: phase/dtype/shape/"
-            f"mask/[{'/'.join(one.form for one in OPTIONAL)}/dropoutP/{form_registry.SYNTAX}/front-STEPS/]"
+            f"mask/[{'/'.join(one.form for one in OPTIONAL)}/qfp8/dropoutP/{form_registry.SYNTAX}/front-STEPS/]"
             "distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = components
@@ -64,6 +64,8 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
+    if option == "qfp8":
+        return "q_fp8", True
     if found := _DROPOUT.fullmatch(option):
         return "dropout_rate", float(found[1])
     if form_registry.read_storage(option) is not None:
@@ -72,7 +74,7 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
         return "front_end", found[1]
     known = [one for operand in OPTIONAL for one in operand.id_components]
     raise CaseIdError(
-        f"{option!r} in {text!r} is none of {', '.join(known)}, dropoutP, {form_registry.SYNTAX}, front-STEPS"
+        f"{option!r} in {text!r} is none of {', '.join(known)}, qfp8, dropoutP, {form_registry.SYNTAX}, front-STEPS"
     )
 
 

@@ -41,6 +41,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_gpu",
         "paged_gpu_mosaic",
         "paged_update",
+        "paged_update_quantized",
         "paged_latent",
         "paged_latent_tpu",
         "paged_quantized",

@@ -19,7 +19,10 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": (*FORMS, "later_pages", "packed_segments"),
-    "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
+    "quantised cache": (
+        *("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
+        *("kv_writes_scaled", "kv_writes_computed", "q_fp8"),
+    ),
 }
 """The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {

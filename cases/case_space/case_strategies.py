@@ -20,6 +20,7 @@ from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operand_registry import ABSENCE_IGNORED
 from cases.optional_operands.bias_operand import HIDING
+from cases.quantization import split_level
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
 
@@ -84,7 +85,9 @@ def draw_cases(
 
 def _list_supported_caches(form: FormCases, supports: Supports) -> Caches:
     """Return the formats of caches with which the plain case of a storage form is supported."""
-    return tuple(cache for cache in form.caches if supports(dataclasses.replace(form.plain, kv_cache=cache)) is None)
+    return tuple(
+        cache for cache in form.caches if supports(dataclasses.replace(form.plain, **split_level(cache))) is None
+    )
 
 
 @st.composite

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 Caches = tuple[str | None, ...]
-"""Formats of quantised caches, as in `Case.kv_cache`; None is a cache in the dtype of the operands."""
+"""Formats of quantised caches (`cases.quantization.split_level`); None is a cache in the dtype of the operands."""
 SAVED = ("residuals",)
 """The checks that judge an error profile case's residuals."""
 SAVED_WITH_GRADIENT = ("residuals", "gradients_lse")

@@ -5,6 +5,9 @@
 The new tokens of a sequence are its queries and its last keys. The call gets their keys and values as `k` and `v`,
 packed as the queries are. It writes them into their rows of the pages, attends to all keys, and returns the output and
 the pages. Every other row must keep its bits (docs/contract.md, section 8).
+
+If the pages are quantised, the keys and values of a problem are stored numbers, and `k` and `v` of the call are values
+that it must turn into these.
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from cases import quantization
 from cases.case import Case
-from cases.counter_rng import draw_integers
+from cases.counter_rng import draw_integers, draw_uniform
 from cases.operand_values import Problem
-from cases.storage_forms.paged_form import count_shared_pages
+from cases.storage_forms.paged_form import SCALES, count_shared_pages
 from cases.storage_forms.storage_layout import NOBODY, Storage
 
 PAGE_ARRAYS = ("k_pages", "v_pages")
 """The names of the arrays of pages that a call takes and returns."""
+POOLS = (*PAGE_ARRAYS, *SCALES)
+"""The same with the arrays of scales that a call takes and returns if it computes scales."""
 # For each dtype, the bits that are set in every NaN that is drawn, and the number of values of the bits that are free
 # (the sign is free too). The first bit of the fraction is always set, because processors set it in any NaN that passes
 # through them. In bf16 there is only one NaN of each sign: on a CPU, XLA computes a scatter of bf16 in f32, which turns
 # every NaN into this one.
 _NAN = {"float16": (0x7E00, 0x200), "bfloat16": (0x7FC0, 1), "float32": (0x7FC00000, 0x400000)}
+_NAN |= {"float8_e4m3fn": (0x7F, 1)}
 _FINITE = 2.0**6
 
 
@@ -90,8 +97,9 @@ class Writing:
 
     # `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
     tokens: Mapping[str, np.ndarray]
-    before: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call gets them
-    after: Mapping[str, np.ndarray]  # `k_pages` and `v_pages` as the call must return them
+    # `k_pages` and `v_pages` as the call gets them. If it computes scales, also `k_scales` and `v_scales`.
+    before: Mapping[str, np.ndarray]
+    after: Mapping[str, np.ndarray]  # the same arrays as the call must return them
     written: np.ndarray  # whether the call writes each row, booleans `[pages, page_size]`
 
 
@@ -111,14 +119,42 @@ def build_writing(
     slots = find_slots(storage)
     held = clear_written(storage, slots)
     tokens, pools, after = {}, {}, {}
+    given = {"k": problem.k, "v": problem.v} if problem.kv_scales is None else build_raw_operands(problem)
     for name, pool, x in (("k", "k_pages", problem.k), ("v", "v_pages", problem.v)):
-        tokens[name] = _gather_pages(x, slots.key, seed, f"{name}-tokens", finite=finite)
+        tokens[name] = _gather_pages(given[name], slots.key, seed, f"{name}-tokens", finite=finite)
         pools[pool] = _gather_pages(x, held, seed, pool, finite=finite) if before is None else before[pool]
         after[pool] = pools[pool].copy()
-        after[pool][slots.page[slots.there], slots.row[slots.there]] = tokens[name][slots.there]
+        stored = x.reshape(-1, *x.shape[2:])[slots.key[slots.there]]
+        after[pool][slots.page[slots.there], slots.row[slots.there]] = stored
     written = np.zeros(held.shape, bool)
     written[slots.page[slots.there], slots.row[slots.there]] = True
+    if problem.computes_scales:
+        assert problem.kv_scales is not None
+        for name, pool, x in zip("kv", SCALES, problem.kv_scales, strict=True):
+            drawn = _gather_pages(x[..., None], held, seed, pool, finite=finite)[..., 0]
+            pools[pool] = drawn if before is None else before[pool]
+            after[pool] = pools[pool].copy()
+            scales = find_token_scales(tokens[name][slots.there], problem.k.dtype)
+            after[pool][slots.page[slots.there], slots.row[slots.there]] = scales
     return Writing(tokens, pools, after, written)
+
+
+def find_token_scales(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Find the f32 scales `[tokens, K]` of raw tokens `[tokens, K, D]` for a stored dtype; 0 for tokens of zeros."""
+    largest = quantization.find_largest(dtype)
+    assert largest is not None
+    return (np.abs(tokens.astype(np.float64)).max(axis=-1) / largest).astype(np.float32)
+
+
+def build_raw_operands(problem: Problem) -> dict[str, np.ndarray]:
+    """Build `k [B, S, K, H]` and `v [B, S, K, V]` in the dtype of q that a call must quantise to those of `problem`."""
+    assert problem.kv_scales is not None
+    return {
+        name: quantization.build_raw_tokens(
+            stored, scale, problem.q.dtype, draw_uniform(0, f"raw-{name}", stored.shape)
+        )
+        for name, stored, scale in zip(("k", "v"), (problem.k, problem.v), problem.kv_scales, strict=True)
+    }
 
 
 def view_bits(x: np.ndarray) -> np.ndarray:
@@ -134,8 +170,13 @@ def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, fi
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Draw NaNs, or magnitudes of 64 to 128, whose bits differ from row to row, so that a moved row is noticed."""
+    """Draw NaNs, or magnitudes of 64 to 128, whose bits differ from row to row, so that a moved row is noticed.
+
+    Integers, which have no NaN, may be any.
+    """
     drawn = draw_integers(seed, f"written-{stream}", shape, 2**31)
+    if dtype == np.int8:
+        return (drawn >> 1).astype(np.uint8).view(np.int8)
     sign = drawn % 2
     if finite:
         return ((1 - 2 * sign) * _FINITE * (1 + (drawn >> 1) / 2.0**30)).astype(dtype)

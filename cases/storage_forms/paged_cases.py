@@ -9,6 +9,7 @@ take quantised pages have one more axis, the format of the cache. Kernels that w
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,16 @@ from hypothesis import strategies as st
 from cases.case import KV_FEATURES, Case
 from cases.counter_rng import draw_integers
 from cases.covering_model import Axis, Model
-from cases.quantization import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
+from cases.quantization import (
+    COMPUTED_CACHES,
+    GIVEN_CACHES,
+    PAGED_CACHES,
+    PAGES_HOLD,
+    QUERIES,
+    UNIT_CACHES,
+    WHOLE_CACHES,
+    split_level,
+)
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import WRITE_SHAPES, build_write_models
@@ -99,38 +109,53 @@ MODELS: tuple[Model, Model] = (
 """The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
-def _add_caches(*caches: str | None) -> tuple[Model, Model]:
-    """Return `MODELS` with the formats `caches` as one more axis, which is left out if only the first is supported."""
+def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
+    """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported.
+
+    A format is as `cases.quantization.split_level` takes it.
+    """
 
     def add(model: Model) -> Model:
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-            return dataclasses.replace(model.assemble(levels, seed), kv_cache=levels["kv_cache"])
+            return dataclasses.replace(model.assemble(levels, seed), **split_level(levels["kv_cache"]))
 
         return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
 
-    features, sizes = MODELS
+    features, sizes = models
     return add(features), add(sizes)
 
 
 WRITE_MODELS = build_write_models(MODELS)
 """The models for kernels that write pages."""
-TOKEN_SCALE_MODELS = _add_caches(None, *PAGED_CACHES)
-"""The models for kernels that take pages with a scale for each token and head."""
-WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
-"""The models for kernels that take pages with one scale for all keys and one for all values."""
-BOTH_SCALE_MODELS = _add_caches(*PAGES_HOLD)
-"""The models for kernels that take both kinds of scales."""
+BOTH_SCALE_MODELS = _add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
+"""The models for kernels that take pages with a scale for each token and head, and pages with one scale for all."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
     """Return the models for a kernel, from whether it writes pages and from the opt-in features that it offers."""
-    if writes_pages:
-        return WRITE_MODELS
+    return _build_models(writes_pages, _list_caches(writes_pages, offers))
+
+
+@functools.cache
+def _build_models(writes_pages: bool, caches: tuple[str, ...]) -> tuple[Model, Model]:
+    models = WRITE_MODELS if writes_pages else MODELS
+    return _add_caches(models, None, *caches) if caches else models
+
+
+def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
+    """List the formats of quantised pages for a kernel, as `cases.quantization.split_level` takes them."""
     if not offers & KV_FEATURES:
-        return MODELS
-    if "kv_tensor_scales" not in offers:
-        return TOKEN_SCALE_MODELS
-    return BOTH_SCALE_MODELS if "kv_token_scales" in offers else WHOLE_SCALE_MODELS
+        return ()
+    caches: tuple[str, ...]
+    if writes_pages:
+        given = (*GIVEN_CACHES, *UNIT_CACHES) if "kv_writes_scaled" in offers else ()
+        caches = (*given, *(COMPUTED_CACHES if "kv_writes_computed" in offers else ()))
+    else:
+        whole = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        caches = (*(PAGED_CACHES if "kv_token_scales" in offers or not whole else ()), *whole)
+    if "q_fp8" not in offers:
+        return caches
+    return (*caches, *(cache + QUERIES for cache in caches if cache.startswith("kvfp8")))
 
 
 # Pages of one token, pages shorter and longer than spans and chunks.
@@ -167,7 +192,7 @@ def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.Se
 
 @st.composite
 def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
-    return dataclasses.replace(draw(drawn), kv_cache=draw(st.sampled_from(caches)))
+    return dataclasses.replace(draw(drawn), **split_level(draw(st.sampled_from(caches))))
 
 
 @st.composite
@@ -288,6 +313,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     token, token8 = "kvint8-token", "kvfp8-token"
+    others = (*WHOLE_CACHES, *GIVEN_CACHES, *COMPUTED_CACHES)
     return (
         build_case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache=token),
         build_case(
@@ -321,7 +347,7 @@ def _build_compiled_scales() -> tuple[Case, ...]:
             storage="paged5-q4-1-4",
             kv_cache=token,
         ),
-        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in WHOLE_CACHES),
+        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in others),
     )
 
 
@@ -356,6 +382,8 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     )
 
 
+# What calls with queries in fp8 take, for server traces and drawn cases.
+_QUERY_CACHES = tuple(cache + QUERIES for cache in ("kvfp8-token", "kvfp8-tensor", "kvfp8-given", "kvfp8-computed"))
 _PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 
 
@@ -365,7 +393,7 @@ CASES = FormCases(
     find_further_models=find_further_models,
     plain=Case(mask="own-linf-128", storage="paged16", phase="prefill"),
     draw_cases=draw_paged_cases,
-    caches=PAGES_HOLD,
+    caches=(*PAGES_HOLD, *_QUERY_CACHES),
     further_sequences={
         # Forty sequences, and more than 255 pages.
         "forty": {

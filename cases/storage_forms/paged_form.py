@@ -30,10 +30,16 @@ SCALES = ("k_scales", "v_scales")
 """The parameters that take a scale for each row of a page and head, f32 `[pages, page_size, K]`."""
 WHOLE_SCALES = ("k_scale", "v_scale")
 """The parameters that take one scale for all keys and one for all values, as Python numbers."""
+QUERY_PARAMETERS = ("q_scale", "out_dtype")
+"""The parameters for queries in fp8: their scale, a Python number, and the dtype of `out`."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 """The features of pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
 """The features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
+WRITTEN_FEATURES = WHOLE_FEATURES | {"kv_writes_scaled"}
+"""The features of calls that write such pages (`cases.quantization.GIVEN_CACHES`)."""
+COMPUTED_FEATURES = SCALED_FEATURES | {"kv_writes_computed"}
+"""The features of calls that write pages and compute their scales (`cases.quantization.COMPUTED_CACHES`)."""
 REQUIRED = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",
@@ -175,7 +181,7 @@ PAGED = StorageForm(
     describe_layout=describe_layout,
     tables=TABLES,
     parameters=(
-        *(*TABLES, *SCALES, *WHOLE_SCALES, "causal", "window", *MASK_PARAMETERS),
+        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window", *MASK_PARAMETERS),
         *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
     required=REQUIRED,
@@ -189,12 +195,14 @@ PAGED = StorageForm(
                 "the scales of v_pages, [pages, page_size, K]",
             ),
             features=SCALED_FEATURES,
+            written_features=COMPUTED_FEATURES,
             as_numbers=False,
         ),
         ScaleParameters(
             names=WHOLE_SCALES,
             descriptions=("the scale of all k_pages, a number", "the scale of all v_pages, a number"),
             features=WHOLE_FEATURES,
+            written_features=WRITTEN_FEATURES,
             as_numbers=True,
         ),
     ),

@@ -18,6 +18,7 @@ from cases.case import Case
 from cases.grid import Supports
 from cases.masks import Lengths, OwnWindow, list_conjuncts
 from cases.operand_values import Problem
+from cases.quantization import split_level
 from cases.storage_forms.form_cases import TraceStep, load_all_form_cases, load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
@@ -44,7 +45,7 @@ def build_traces(seed: int = 0, supports: Supports = lambda case: None) -> tuple
     for form, cases in load_all_form_cases().items():
         for cache, left in itertools.product(cases.caches, cases.trace_windows):
             candidates = (
-                _build_case(form, left, size, seed, {**fields, "kv_cache": cache})
+                _build_case(form, left, size, seed, {**fields, **split_level(cache)})
                 for fields in cases.trace_fields
                 for size in cases.trace_sizes
             )

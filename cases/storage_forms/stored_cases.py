@@ -15,7 +15,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask, MaskFunction, Tree, iter_leaves
 from cases.operand_registry import OPTIONAL
-from cases.quantization import PAGES_HOLD
+from cases.quantization import PAGES_HOLD, WRITTEN_CACHES
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides, is_placed, read_formula, sees_no_later_key
@@ -103,8 +103,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
             return f"{operand.name}: a {form} call has no such operand"
     if case.kv_cache not in PAGES_HOLD:
         return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
-    if case.kv_cache is not None and writes:
-        return "kv_scales: no call that writes pages is judged with quantised pages"
+    if case.kv_cache is not None and writes != (case.kv_cache in WRITTEN_CACHES):
+        return f"kv_scales: {case.kv_cache} is for calls that {'read' if writes else 'write'} pages"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):

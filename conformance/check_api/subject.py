@@ -134,10 +134,11 @@ class Subject:
     def expectation_before_storing(self) -> Expectation | None:
         """The expectation for the keys and values before they were quantised; None without a quantised cache.
 
-        The bounds include the error of quantisation.
+        The bounds include the error of quantisation. There is none if queries are quantised too, or if the call writes
+        the cache: it is then given values of its own, some of which are too large to be stored.
         """
         quantized = self.problem
-        if quantized.kv_scales is None:
+        if quantized.kv_scales is None or quantized.q_scale is not None or self.implementation.writes_pages:
             return None
         pairs = zip((quantized.k, quantized.v), quantized.kv_scales, strict=True)
         k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)

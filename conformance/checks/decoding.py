@@ -6,13 +6,14 @@ token. The rest of the cache is NaN, or a large number if the kernel declares th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from cases.decoding_cases import PIECES, cut_problem
-from cases.operand_values import Problem
-from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing
+from cases.storage_forms.page_writes import Writing, build_writing
+from cases.storage_forms.paged_form import SCALES
 from cases.storage_forms.server_traces import Step, iter_steps
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
@@ -79,7 +80,7 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
 def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
     """Run all steps of a call that writes pages; return each step's expected page writes, and its results.
 
-    The results are `out` and residuals in dense form, and the page arrays.
+    The results are `out` and residuals in dense form, and the arrays of pages and of computed scales.
     """
     finite = subject.implementation.behind_mask == "finite"
     writings: list[Writing] = []
@@ -88,21 +89,25 @@ def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[W
         writings.append(build_writing(step.problem, subject.case.seed, finite=finite, before=before))
     problems, tokens = [step.problem for step in trace], [writing.tokens for writing in writings]
     results = subject.executor.run(page_write_calls.run_steps, problems, tokens, writings[0].before)
+    for n in range(1, len(writings)):
+        writings[n] = _replace_earlier_scales(writings[n], results[n - 1])
     return tuple(
-        (writing, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
+        (writing, {**page_comparison.unpack_results(got, step.problem), **{name: got[name] for name in writing.after}})
         for writing, got, step in zip(writings, results, trace, strict=True)
     )
 
 
-def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
-    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
-    assert problem.storage is not None
-    places = problem.storage.places
-    dense = {}
-    for name in got.keys() - set(PAGE_ARRAYS):
-        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
-        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
-    return dense
+def _replace_earlier_scales(writing: Writing, earlier: Mapping[str, np.ndarray]) -> Writing:
+    """Return a step's expected page writes with the computed scales that the call of the step before returned.
+
+    These are judged there. They may be off by their roundings, and the next call must not change them.
+    """
+    before, after = dict(writing.before), dict(writing.after)
+    for name in SCALES:
+        if name in after and earlier[name].shape == after[name].shape:
+            before[name] = earlier[name]
+            after[name] = np.where(writing.written[..., None], after[name], earlier[name])
+    return dataclasses.replace(writing, before=before, after=after)
 
 
 def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:

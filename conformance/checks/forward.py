@@ -28,7 +28,8 @@ def check_forward(subject: Subject) -> Iterator[Judgement]:
     the ratio of `out` to attention over the keys and values before quantisation (`ratio_before_storing`). The bound of
     that ratio includes rounding and quantisation. It does not decide the verdict.
 
-    If the call writes pages, `k_pages` and `v_pages` are compared bit for bit.
+    If the call writes pages, `k_pages` and `v_pages` are compared bit for bit. If it takes `update_kv_cache`, so are
+    those of a call in which that is False, and `out` is judged there too.
     """
     judgement = judge_out(subject, subject.forward)
     if (before := subject.expectation_before_storing) is not None:
@@ -37,6 +38,7 @@ def check_forward(subject: Subject) -> Iterator[Judgement]:
     yield judgement
     if subject.implementation.writes_pages:
         yield from page_comparison.check_pages(subject, save_residuals=False)
+        yield from page_comparison.check_pages_without_update(subject)
 
 
 def check_residuals(subject: Subject) -> Iterator[Judgement]:

@@ -1,4 +1,4 @@
-"""Compare the pages that a call writes with the expected pages, bit for bit.
+"""Compare the pages that a call writes with the expected pages, bit for bit, and its scales within their roundings.
 
 The checks `forward`, `residuals`, `aliasing`, `calls` and `decoding` use this module. A row of a page holds one token.
 """
@@ -9,13 +9,21 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing, view_bits
-from conformance.check_api.judgement import Judgement
+from cases.operand_values import Problem
+from cases.quantization import SCALE_ERROR, STORED
+from cases.storage_forms.page_writes import POOLS, Writing, build_writing, view_bits
+from cases.storage_forms.paged_form import SCALES
+from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls
 from reports import records
 
-_CONTENTS = {"k_pages": "keys", "v_pages": "values"}
+_CONTENTS = {
+    "k_pages": "keys",
+    "v_pages": "values",
+    "k_scales": "scales of keys",
+    "v_scales": "scales of values",
+}
 
 
 def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
@@ -27,6 +35,37 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
     yield from judge_pages(writing, got)
 
 
+def check_pages_without_update(subject: Subject) -> Iterator[Judgement]:
+    """Check a call with `update_kv_cache=False`, if the implementation takes that.
+
+    The pages already hold the new tokens. The tokens that the call gets beside them hold what it must not read: NaN, or
+    64 if the implementation declares `behind_mask="finite"`.
+    """
+    given = build_page_writing(subject)
+    stale = 64.0 if subject.implementation.behind_mask == "finite" else np.nan
+    tokens = {name: np.full_like(x, stale) for name, x in given.tokens.items()}
+    writing = Writing(tokens, given.after, given.after, np.zeros_like(given.written))
+    got = subject.executor.run(page_write_calls.run_without_update, subject.problem, writing.tokens, writing.before)
+    if got is None:
+        return
+    out = unpack_results({"out": got["out"]}, subject.problem)["out"]
+    yield from add_label(
+        "no_update", [subject.judge("out", out, subject.expectation.forward["out"], subject.judged_out)]
+    )
+    yield from add_label("no_update", judge_pages(writing, got))
+
+
+def unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
+    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
+    assert problem.storage is not None
+    places = problem.storage.places
+    dense = {}
+    for name in got.keys() - set(POOLS):
+        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
+        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
+    return dense
+
+
 def build_page_writing(subject: Subject) -> Writing:
     """Build the pages before and after the case's call, and the new tokens.
 
@@ -36,8 +75,8 @@ def build_page_writing(subject: Subject) -> Writing:
 
 
 def judge_pages(writing: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
-    """Judge each returned page array by the expected one."""
-    for name in PAGE_ARRAYS:
+    """Judge each returned array of pages, and of computed scales, by the expected one."""
+    for name in (name for name in POOLS if name in writing.after):
         reason = _describe_difference(name, writing, got[name])
         yield Judgement(observable=name, verdict=records.FAIL if reason else records.PASS, reason=reason)
 
@@ -47,32 +86,52 @@ def _describe_difference(name: str, writing: Writing, got: np.ndarray) -> str:
     expected, before = writing.after[name], writing.before[name]
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"must be {expected.dtype}{list(expected.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
-    differs = (view_bits(got) != view_bits(expected)).any(axis=(2, 3))  # [pages, page_size]
-    if not differs.any():
+    wrong = _find_differences(name, got, expected, writing.written)
+    if not wrong.any():
         return ""
+    differs = wrong.any(axis=tuple(range(2, wrong.ndim)))  # [pages, page_size]
     missing, stray = differs & writing.written, differs & ~writing.written
     differences = []
     if missing.any():
         count = f"{missing.sum()} of {writing.written.sum()} rows do not hold the new {_CONTENTS[name]}"
-        first = _describe_first(missing, got, expected)
+        first = _describe_first(missing, wrong, got, expected)
         where = _describe_unchanged(missing, got, before) + _describe_misplaced(missing, got, expected)
         differences.append(f"{count}: {first}{where}")
     if stray.any():
         count = f"{stray.sum()} of {(~writing.written).sum()} rows that nothing is written to have changed"
-        differences.append(f"{count}: {_describe_first(stray, got, expected)}")
+        differences.append(f"{count}: {_describe_first(stray, wrong, got, expected)}")
     return "; ".join(differences)
 
 
-def _describe_first(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
-    """Describe the first element that differs, in the first of `rows`."""
+def _find_differences(name: str, got: np.ndarray, expected: np.ndarray, written: np.ndarray) -> np.ndarray:
+    """Find elements that are wrong, booleans of the shape of `got`: those whose bits differ from the expected ones.
+
+    In a written row, both zeros of fp8 are right. So is a scale within `SCALE_ERROR` and one rounding of the expected
+    one, and any finite scale of a token that is zero.
+    """
+    same = view_bits(got) == view_bits(expected)
+    rows = written.reshape(*written.shape, *(1,) * (same.ndim - 2))
+    if got.dtype == STORED["fp8"]:
+        same |= (got == 0) & (expected == 0) & rows
+    if name in SCALES:
+        with np.errstate(invalid="ignore"):
+            error = np.abs(got.astype(np.float64) - expected)
+        near = error <= (SCALE_ERROR + 2.0**-24) * expected.astype(np.float64)
+        same |= np.where(expected == 0, np.isfinite(got), near) & rows
+    return ~same
+
+
+def _describe_first(rows: np.ndarray, wrong: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
+    """Describe the first of the `wrong` elements in the first of `rows`."""
     page, row = np.argwhere(rows)[0]
     got_bits, expected_bits = view_bits(got)[page, row], view_bits(expected)[page, row]
-    head, depth = np.argwhere(got_bits != expected_bits)[0]
-    at = (page, row, head, depth)
+    place = tuple(np.argwhere(wrong[page, row])[0])
+    at = (page, row, *place)
     digits = 2 * got.dtype.itemsize
-    got_element, expected_element = got_bits[head, depth], expected_bits[head, depth]
+    got_element, expected_element = got_bits[place], expected_bits[place]
+    where = "".join(f", {axis} {n}" for axis, n in zip(("head", "element"), place, strict=False))
     return (
-        f"page {page}, row {row}, head {head}, element {depth} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
+        f"page {page}, row {row}{where} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
         f"must be {float(expected[at]):.6g} (0x{expected_element:0{digits}x})"
     )
 
@@ -86,5 +145,5 @@ def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -
 def _describe_misplaced(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
     """Return a remark that names the row where the first missing row's content is instead, or ""."""
     page, row = np.argwhere(rows)[0]
-    matches = np.argwhere((view_bits(got) == view_bits(expected)[page, row]).all(axis=(2, 3)))
+    matches = np.argwhere((view_bits(got) == view_bits(expected)[page, row]).all(axis=tuple(range(2, got.ndim))))
     return f"; what must be there is in page {matches[0][0]}, row {matches[0][1]}" if len(matches) else ""

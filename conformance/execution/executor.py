@@ -244,8 +244,10 @@ class Executor:
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.kv_scales is not None and problem.has_whole_scales:
             statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
+        if problem.q_scale is not None:
+            statics |= {"q_scale": problem.q_scale, "out_dtype": problem.q.dtype}
         if problem.storage is not None:
-            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem.storage)}
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem)}
         return statics, {**arrays, **extra}
 
     def _choose_dropout(self, problem: Problem) -> Arrays:

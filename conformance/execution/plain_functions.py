@@ -27,9 +27,11 @@ from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.operand_values import draw_problem
 from cases.parameter_names import is_tuning
-from cases.quantization import PAGES_HOLD
+from cases.quantization import split_level
 from cases.score_functions import FormulaScore, Score, ThenCapped
+from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
+from cases.storage_forms.paged_form import QUERY_PARAMETERS
 from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
 from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
@@ -89,6 +91,8 @@ def build_implementation(
         parameters -= {"dropout_key" if declaration.dropout_mask == "given" else "dropout_mask"}
     if "dropout_rate" not in parameters or not parameters & {*_DROPOUT[1:]}:
         parameters -= {*_DROPOUT}  # one without the other drops nothing
+    if "q_scale" not in parameters:  # the dtype of `out` follows from that of q
+        parameters -= {"out_dtype"}
     others = _list_others(signature, len(operands), parameters)
     captures = declaration.captures
     if captures and form is not None:
@@ -113,6 +117,8 @@ def build_implementation(
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
     constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
+    if plain_storage.UPDATE in parameters:
+        explicit[plain_storage.UPDATE] = True
     invoke = _refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.logits, declaration.softmax)
     axes, order = declaration.context_axes, declaration.token_order
@@ -132,6 +138,8 @@ def build_implementation(
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = _append_soft_cap(options.get("score_mod"), options.pop("soft_cap"))
         given = {n: value for n, value in options.items() if value is not None and value is not False}
+        if plain_storage.UPDATE in options:
+            given[plain_storage.UPDATE] = options[plain_storage.UPDATE]
         for option in given:
             if option not in reachable:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
@@ -178,8 +186,9 @@ def build_implementation(
         | (parameters & {"moba"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
-        | plain_storage.find_scale_features(parameters, form)
-        | plain_storage.find_mask_features(signature, form),
+        | plain_storage.find_scale_features(parameters, form, writes=writes)
+        | plain_storage.find_mask_features(signature, form)
+        | ({"q_fp8"} if "q_scale" in parameters else set()),
         supports_case=plain_support.PlainSupport(
             reachable,
             declaration.causal,
@@ -289,10 +298,10 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
     implementation = stored_calls.lower_implementation(implementation)
     # A kernel that supports no training cases, or decoding only, does not support the first phases.
     phases = _PHASES if form is None else _PHASES[1:]
-    caches = PAGES_HOLD if form is not None and form.scales else (None,)
+    caches = load_form_cases(form.name).caches if form is not None else (None,)
     asked = itertools.product(caches, phases, ("f32", "bf16", "f16"), ("full", "causal"))
     for cache, phase, dtype, mask in asked:
-        case = Case(**phase, **shape, dtype=dtype, mask=mask, kv_cache=cache)
+        case = Case(**phase, **shape, dtype=dtype, mask=mask, **split_level(cache))
         if implementation.supports(case) is not None:
             continue
         problem = draw_problem(case)
@@ -300,11 +309,13 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
             problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
         )
         if problem.storage is not None:
-            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem.storage)}
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem)}
         if problem.kv_scales is not None and not problem.has_whole_scales:
             extra = {**extra, "kv_scales": problem.kv_scales}
         elif problem.kv_scales is not None:
             static = {**static, "kv_scales": tuple(map(float, problem.kv_scales))}
+        if problem.q_scale is not None:
+            static = {**static, "q_scale": problem.q_scale, "out_dtype": problem.q.dtype}
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
@@ -405,11 +416,8 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (
-            frozenset(known)
-            - OPT_IN
-            - {*_MASKS_BY_NAME, *MASK_PARAMETERS[2:], *_DROPOUT, *plain_storage.SCALE_PARAMETERS}
-        )
+        of_pages = {*plain_storage.SCALE_PARAMETERS, *QUERY_PARAMETERS, plain_storage.UPDATE, *MASK_PARAMETERS[2:]}
+        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT} - of_pages)
     return named
 
 

@@ -5,8 +5,8 @@
 - A function need not take `num_seqs`. Without it, table entries past the last sequence describe sequences that have no
   queries and no keys.
 - A paged function with all of `k`, `v`, `k_pages` and `v_pages` writes pages. It gets these four by name, in any order.
-- A function with a pair of parameters for scales takes caches with such scales. It takes caches without scales only if
-  both parameters have defaults.
+- A function with a pair of parameters for scales takes caches with such scales, and writes such caches if it writes
+  pages. It takes caches without scales only if both parameters have defaults.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from cases.quantization import WHOLE_CACHES
+from cases.quantization import has_whole_scales
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import PAGE_ARRAYS
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.stored_cases import lower_stored_mask
 
+UPDATE = "update_kv_cache"
+"""The parameter of a function that writes pages, with which it may be told not to."""
 _WRITTEN = ("k", "v", *PAGE_ARRAYS)
 SCALE_PARAMETERS = tuple(name for form in FORMS.values() for pair in form.scales for name in pair.names)
 """The names of the parameters for scales of quantised caches, for all storage forms."""
@@ -38,9 +40,11 @@ def is_page_writer(signature: inspect.Signature) -> bool:
 
 
 def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
-    """Return the keywords that a function that writes pages may have; scales are not among them."""
-    read = (name for name in FORMS["paged"].parameters if name not in SCALE_PARAMETERS)
-    return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
+    """Return the keywords that a function that writes pages may have."""
+    form = FORMS["paged"]
+    unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features}
+    read = (name for name in form.parameters if name not in unwritten)
+    return (*read, UPDATE, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
 
 def call_page_writer(
@@ -80,15 +84,15 @@ def _list_telling_names(form: StorageForm) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*tables, *SCALE_PARAMETERS)))
 
 
-def find_scale_features(parameters: Collection[str], form: StorageForm | None) -> frozenset[str]:
+def find_scale_features(parameters: Collection[str], form: StorageForm | None, *, writes: bool) -> frozenset[str]:
     """Return the features of quantised caches that a function with these parameters offers."""
-    taken = (pair.features for pair in (form.scales if form else ()) if set(pair.names) <= set(parameters))
-    return frozenset[str]().union(*taken)
+    taken = (pair for pair in (form.scales if form else ()) if set(pair.names) <= set(parameters))
+    return frozenset[str]().union(*(pair.written_features if writes else pair.features for pair in taken))
 
 
 def find_required_scales(signature: inspect.Signature, form: StorageForm | None) -> tuple[str, ...]:
     """Return the scale parameters of a function that have no default: it cannot take a cache without these scales."""
-    names = (name for pair in (form.scales if form else ()) for name in pair.names)
+    names = [name for pair in (form.scales if form else ()) for name in pair.names] + ["q_scale"] * (form is not None)
     own = (signature.parameters[name] for name in names if name in signature.parameters)
     return tuple(p.name for p in own if p.default is p.empty)
 
@@ -99,11 +103,13 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     The function must have a parameter for the mask of the case. The case must have the scales that the function needs.
     """
     described = FORMS[form]
-    whole = case.kv_cache in WHOLE_CACHES
+    whole = has_whole_scales(case.kv_cache)
     pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
-    given = [name for pair in pairs for name in pair.names]
+    given = [name for pair in pairs for name in pair.names] + ["q_scale"] * case.q_fp8
     if missing := [name for name in needed if name not in given]:
         return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
+    if case.q_fp8 and case.dtype != "bf16" and "out_dtype" not in parameters:
+        return "q_fp8: without a parameter 'out_dtype', out of queries in fp8 is in bf16"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     try:
         build_lowering(parameters, form)(mask, case.batch, case.num_q_heads, case.q_length, case.kv_length)

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases import quantization
+from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.page_writes import clear_written, find_slots
+from cases.storage_forms.page_writes import PAGE_ARRAYS, POOLS, build_raw_operands, clear_written, find_slots
 from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -53,9 +54,16 @@ def build_storage_arrays(
     return {**storage.arrays, "held": clear_written(storage, slots), "tokens": slots.key, "stale": stale}
 
 
-def build_storage_arrays_for(implementation: Implementation, storage: Storage) -> Mapping[str, np.ndarray]:
-    """Call `build_storage_arrays` with what `implementation` declares about memory and page writes."""
-    return build_storage_arrays(storage, implementation.behind_mask, writes=implementation.writes_pages)
+def build_storage_arrays_for(implementation: Implementation, problem: Problem) -> Mapping[str, Any]:
+    """Call `build_storage_arrays` with what `implementation` declares about memory and page writes.
+
+    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken.
+    """
+    assert problem.storage is not None
+    arrays = build_storage_arrays(problem.storage, implementation.behind_mask, writes=implementation.writes_pages)
+    if not implementation.writes_pages or problem.kv_scales is None:
+        return arrays
+    return {**arrays, "raw": build_raw_operands(problem)}
 
 
 def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
@@ -154,6 +162,8 @@ class StoredCall:
     # Whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without queries
     # and keys.
     counts: bool
+    takes_out_dtype: bool = False  # whether the call takes `out_dtype`, the dtype of `out` for queries in fp8
+    takes_update: bool = False  # whether the call takes `update_kv_cache`, and writes nothing if that is False
     writes: bool = False  # whether the call writes the new tokens into pages
     formulas: Formulas = _CONTRACT  # the formulas of the call, for the residuals of queries that it does not get
 
@@ -162,9 +172,10 @@ class StoredCall:
         cls, call: Callable[..., Any], form: str, *, writes: bool = False, formulas: Formulas = _CONTRACT
     ) -> StoredCall:
         """Wrap `call`, which takes operands in the storage form `form`; its signature says if it takes `num_seqs`."""
-        parameters = inspect.signature(call).parameters.values()
-        counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(call, FORMS[form], counts, writes, formulas)
+        parameters = inspect.signature(call).parameters
+        counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes = ("out_dtype" in parameters, "update_kv_cache" in parameters)
+        return cls(call, FORMS[form], counts, *takes, writes, formulas)
 
     def __call__(
         self,
@@ -195,7 +206,7 @@ class StoredCall:
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
         options |= self._pack_pairs(storage, options)
-        stored = self.store(q, k, v, storage, padding, kv_scales)
+        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"))
         *rows, heads, _ = stored["q"].shape
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -227,18 +238,19 @@ class StoredCall:
         storage: Mapping[str, Any],
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
+        q_scale: float | None = None,
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
         tokens = storage["tokens" if self.writes else "held"]
-        keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
+        keys = {"k": k} if self.form.is_tied else storage.get("raw", {"k": k, "v": v})
         gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
         pages = {"k_pages": k, "v_pages": v} if self.writes else {}
         scales = (
             {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
         )
         return {
-            "q": self.pack_queries(q, storage, added.get("q")),
+            "q": self.pack_queries(q, storage, added.get("q"), q_scale),
             **self.form.arrange(gathered),
             **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
@@ -248,9 +260,20 @@ class StoredCall:
     def _find_scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
         return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
 
-    def pack_queries(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
-        """Gather dense queries into their stored form, `[total_q, N, H]` or `[rows, T, N, H]`."""
-        return _gather(q, storage["q_rows"], storage["stale"], padding)
+    def pack_queries(
+        self, q: Any, storage: Mapping[str, Any], padding: Any = None, q_scale: float | None = None
+    ) -> jax.Array:
+        """Gather dense queries into their stored form, `[total_q, N, H]` or `[rows, T, N, H]`.
+
+        With `q_scale`, they become the float8_e4m3fn numbers `q / q_scale`.
+        """
+        packed = _gather(q, storage["q_rows"], storage["stale"], padding)
+        if q_scale is None:
+            return packed
+        dtype = quantization.STORED["fp8"]
+        largest = quantization.find_largest(dtype)
+        assert largest is not None
+        return jnp.clip(packed.astype(jnp.float32) / q_scale, -largest, largest).astype(dtype)
 
     def select_tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the tables that the call takes from the arrays of `build_storage_arrays`."""
@@ -275,9 +298,8 @@ class StoredCall:
 
     def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
-        if (numbers := arguments.pop("kv_scales", None)) is not None:
-            arguments |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         if not self.writes:
+            arguments = self._name_numbers(arguments)
             operands = [arguments.pop(name) for name in self.form.operands]
             return self.call(*operands, **arguments)
         out, residuals, _ = self.write(**arguments)
@@ -288,9 +310,20 @@ class StoredCall:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
         asked = {"save_residuals": True} if save_residuals else {}
-        returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
-        *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
-        return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
+        returned = self.call(q, k, v, k_pages, v_pages, **self._name_numbers(others), **asked)
+        names = POOLS if "k_scales" in others else PAGE_ARRAYS
+        found = returned_values.check_pages(returned, names, save_residuals=save_residuals)
+        return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
+
+    def _name_numbers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names.
+
+        Without `out_dtype` if the call does not take it.
+        """
+        named = {name: x for name, x in arguments.items() if name != "out_dtype" or self.takes_out_dtype}
+        if (numbers := named.pop("kv_scales", None)) is not None:
+            named |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
+        return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
         return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))

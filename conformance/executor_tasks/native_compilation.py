@@ -6,6 +6,7 @@ The check `compiles` uses `compile_programs`. Static cost estimates use `compile
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,12 +119,13 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     """Return a stored call's entry points, without conversions of dense operands, and the shapes of its operands."""
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
-    _, arrays = executor.arguments(problem)
+    statics, arrays = executor.arguments(problem)
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
+    store = functools.partial(call.store, q_scale=statics.get("q_scale"))
     call_by_keyword = call.bind_depth(problem.v.shape[-1])
     plain = dataclasses.replace(executor.implementation, call=call_by_keyword, storage=None, writes_pages=False)
-    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.store, **dense), **others}
+    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(store, **dense), **others}
 
 
 def _build_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -27,13 +27,29 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return `k_pages` and `v_pages` `[pages, page_size, K, .]` as one call returns them.
+    """Return the pages `[pages, page_size, K, .]` as one call returns them, scales if it computes these, and `out`.
+
+    `out` is packed, `[total_q, N, V]`.
 
     `tokens` has `k` and `v` `[total_q, K, .]`, packed like the queries. `before` has the pages before the call.
     """
-    program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
-    _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
-    return {name: np.asarray(x) for name, x in after.items()}
+    return _run_once(executor, tokens, before, _bind_call(executor, problem, save_residuals=save_residuals))
+
+
+def run_without_update(executor: Executor, problem: Problem, tokens: Values, before: Values) -> Values | None:
+    """Return what `run_page_write` returns with `update_kv_cache=False`; None if the call does not take that."""
+    call = executor.implementation.call
+    assert isinstance(call, StoredCall)
+    if not call.takes_update:
+        return None
+    bound = _bind_call(executor, problem, save_residuals=False, update_kv_cache=False)
+    return _run_once(executor, tokens, before, bound)
+
+
+def _run_once(executor: Executor, tokens: Values, before: Values, bound: tuple[Program, Arrays]) -> Values:
+    program, arrays = bound
+    out, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
+    return {name: np.asarray(x) for name, x in {**after, "out": out}.items()}
 
 
 def run_steps(
@@ -90,12 +106,13 @@ def find_written_operands(
     return [name for name, x in kept.items() if any(is_changed(x, copies[name]) for copies in given)], reason
 
 
-def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) -> tuple[Program, Arrays]:
-    """Return the call with its static keywords bound, and its arrays other than tokens and pages."""
+def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool, **options: Any) -> tuple[Program, Arrays]:
+    """Return the call with its static keywords and `options` bound, and its arrays other than tokens and pages."""
     statics, arrays = executor.arguments(problem)
+    statics |= options
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
-    others = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+    others = {name: x for name, x in arrays.items() if name not in ("k", "v", "kv_scales")}
     return functools.partial(_call_checked, call, statics, save_residuals), others
 
 
@@ -105,7 +122,7 @@ def _call_checked(
     """Make the call that writes pages, in its own convention, and check the shapes of `out` and residuals."""
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
-    q = call.pack_queries(arrays["q"], storage)
+    q = call.pack_queries(arrays["q"], storage, q_scale=statics.get("q_scale"))
     out, residuals, after = call.write(
         q=q, **tokens, **pools, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
     )

@@ -163,7 +163,7 @@ def _bind_own_form(executor: Executor, problem: Problem) -> tuple[Callable[[Arra
     statics, _ = executor.arguments(problem)
     dense = {"q", "k", "v", "storage", "kv_scales"}
     q, k, v, storage = (arrays[name] for name in ("q", "k", "v", "storage"))
-    stored = call.store(q, k, v, storage, kv_scales=arrays.get("kv_scales"))
+    stored = call.store(q, k, v, storage, kv_scales=arrays.get("kv_scales"), q_scale=statics.get("q_scale"))
     others = {name: x for name, x in arrays.items() if name not in dense}
     attend = call.bind_depth(problem.v.shape[-1])
     return lambda given: attend(**given, **statics), jax.tree.map(np.asarray, {**stored, **others})

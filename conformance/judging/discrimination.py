@@ -208,9 +208,11 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
             k_scales, v_scales = problem.kv_scales
             wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
         yield "wrong_head_map", wrong
-    if problem.kv_scales is not None:
+    if problem.kv_scales is not None and any((scales != 1).any() for scales in problem.kv_scales):
         k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
         yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
+    if problem.q_scale is not None:
+        yield "q_scale_ignored", dataclasses.replace(problem, q=(problem.q / problem.q_scale).astype(problem.q.dtype))
     for operand in REMOVABLE:
         if operand.name != "segment_ids" and getattr(problem, operand.name) is not None:
             yield f"{operand.name}_ignored", problem.without(operand.name)

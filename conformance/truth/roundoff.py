@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from cases.operand_values import Problem
+from cases.quantization import SCALE_ERROR
 from impls.contract.declarations import Arithmetic
 
 # Unit roundoff 2**-p for p significand bits.
@@ -69,12 +70,16 @@ class Roundoff:
             block_sums=below if arithmetic.block_sums is not None else 0.0,
             block=arithmetic.block_sums,
             probabilities=below if arithmetic.probabilities == "input" or in_input else 0.0,
-            scaled_q=u_in if arithmetic.scaled_q and not exact_scale else 0.0,
+            scaled_q=(u_in if arithmetic.scaled_q and not exact_scale else 0.0)
+            + (0.0 if problem.q_scale is None else U),  # a product with the scale of queries
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
             bias=(UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U)
             + (U if "bias" in problem.scaled_terms else 0.0),
-            cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
+            cache=0.0
+            if problem.kv_scales is None
+            else max(U, u_in if arithmetic.cache == "input" else 0.0)
+            + (SCALE_ERROR + U if problem.computes_scales else 0.0),  # U: the peak of a token is rounded
             dropout=0.0
             if problem.dropout_rate is None
             else 3 * max(U, below if arithmetic.logits == "input" and not in_input else 0.0),

@@ -40,7 +40,7 @@ It is the number that Triton pipelines in shared memory: reasoned, not measured.
 
 
 def attention(
-    q: Float[Array, "total_q N H"],
+    q: Shaped[Array, "total_q N H"],
     k_pages: Shaped[Array, "pages page_size K H"],
     v_pages: Shaped[Array, "pages page_size K V"],
     *,
@@ -53,6 +53,8 @@ def attention(
     page_scales: Float32[Array, "pages page_size W"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    q_scale: float | None = None,
+    out_dtype: Any = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -83,6 +85,8 @@ def attention(
     Args:
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
         `impls.paged.page_copies.side_by_side`, f32 `[pages, page_size, W]`.
+      q_scale: the scale of queries in float8_e4m3fn, a number.
+      out_dtype: the dtype of `out` for such queries, bfloat16 by default.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
         which no chip has measured.
       block_q: queries per tile; by default chosen for the back end.
@@ -98,6 +102,7 @@ def attention(
         scales on a GPU, or with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not
         support.
     """
+    q, scale = widen_queries(q, q_scale, scale, out_dtype)
     check_paged_operands(
         q,
         k_pages,
@@ -160,6 +165,16 @@ def attention(
         save_residuals=save_residuals,
         v_scale=1.0 if v_scale is None else v_scale,
     )
+
+
+def widen_queries(q: Any, q_scale: float | None, scale: float | None, out_dtype: Any) -> tuple[Any, float | None]:
+    """Return queries in the dtype of `out`, which holds fp8 numbers exactly, and the scale of logits with theirs."""
+    if q_scale is None:
+        return q, scale
+    if q.dtype != jnp.float8_e4m3fn:
+        raise ValueError(f"q must be float8_e4m3fn with q_scale, got {q.dtype}")
+    wide = jnp.asarray(q).astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    return wide, (1 / math.sqrt(q.shape[2]) if scale is None else float(scale)) * q_scale
 
 
 def compute_results(

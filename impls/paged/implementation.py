@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from cases.case import Case
-from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
+from cases.storage_forms.paged_form import COMPUTED_FEATURES, SCALED_FEATURES, WHOLE_FEATURES, WRITTEN_FEATURES
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_device_kind, runs_on
@@ -131,12 +131,22 @@ def _build_update_implementation(name: str) -> Implementation:
     )
 
 
+def _build_scaled_update_implementation(name: str) -> Implementation:
+    """Declare the same for int8 and fp8 pages, by given and by computed scales; `paged_update` covers other pages."""
+    return dataclasses.replace(
+        _build_update_implementation(name),
+        description="attention over int8 or fp8 pages in plain JAX, new keys and values quantised into them first",
+        offers=WRITTEN_FEATURES | COMPUTED_FEATURES | {"q_fp8"},
+        supports_case=_refuse_unscaled,
+    )
+
+
 def _build_scaled_implementation(name: str) -> Implementation:
     """Declare paged attention in plain JAX for pages with scales; implementation `paged` covers the other pages."""
     return dataclasses.replace(
         build_implementation(name),
         description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
-        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        offers=SCALED_FEATURES | WHOLE_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
 
@@ -215,6 +225,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_latent_implementation("paged_latent"),
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
     _build_scaled_implementation("paged_quantized"),
+    _build_scaled_update_implementation("paged_update_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
     _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),
 )

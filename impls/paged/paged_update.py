@@ -11,25 +11,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from cases.storage_forms.paged_form import SCALES, WHOLE_SCALES
-from impls.paged.attention import attention, check_paged_operands, check_tables
+from cases.quantization import find_largest
+from impls.paged.attention import attention, check_paged_operands, check_tables, widen_queries
 
 _MAX_INT32 = 2**31 - 1  # larger than the index of every token
 
 
 def attention_with_update(
-    q: Float[Array, "total_q N H"],
+    q: Shaped[Array, "total_q N H"],
     k: Float[Array, "total_q K H"],
     v: Float[Array, "total_q K V"],
-    k_pages: Float[Array, "pages page_size K H"],
-    v_pages: Float[Array, "pages page_size K V"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
     kv_lens: Int[Array, " max_seqs"],
     page_indices: Int[Array, "max_seqs pages_per_seq"],
     cu_q_lens: Int[Array, " max_seqs+1"],
     num_seqs: Int[Array, "1"],
+    k_scales: Float32[Array, "pages page_size K"] | None = None,
+    v_scales: Float32[Array, "pages page_size K"] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    update_kv_cache: bool = True,
+    q_scale: float | None = None,
+    out_dtype: Any = None,
+    scale: float | None = None,
     save_residuals: bool = False,
     **options: Any,
 ) -> Any:
@@ -38,30 +46,87 @@ def attention_with_update(
     The operands are those of calls that write pages (docs/contract.md, section 8).
 
     Args:
-      options: those of `impls.paged.attention.attention`.
+      k_scales: the scales of int8 or float8_e4m3fn pages, if each token and head has its own. Those of new keys are
+        computed, and written as the keys are.
+      v_scales: the same for values.
+      k_scale: one scale for all keys, by which new keys are divided before they are rounded.
+      v_scale: the same for values.
+      update_kv_cache: if False, the pages already hold the new tokens: `k` and `v` are ignored, and nothing is written.
+      q_scale: the scale of queries in float8_e4m3fn, a number.
+      out_dtype: the dtype of `out` for such queries, bfloat16 by default.
+      scale: the factor of `<q, k>`, by default `1 / sqrt(H)`.
+      options: other ones of `impls.paged.attention.attention`.
 
     Returns:
       `(out, k_pages, v_pages)`, or `(out, {"logsumexp": ..., "max_logits": ...}, k_pages, v_pages)`; `out
-      [total_q, N, V]` and residuals are those of `impls.paged.attention.attention`.
+      [total_q, N, V]` and residuals are those of `impls.paged.attention.attention`. With `k_scales` and `v_scales`,
+      these follow the pages.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, or pages with scales, which can be read but not written.
+      NotImplementedError: differentiation.
     """
-    if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
-        raise NotImplementedError("k_scales: new keys are not quantised, so pages with scales can only be read")
     tables: dict[str, Any] = {
         "kv_lens": kv_lens,
         "page_indices": page_indices,
         "cu_q_lens": cu_q_lens,
         "num_seqs": num_seqs,
     }
-    check_paged_operands(q, k_pages, v_pages, None, None, None, None)
+    q, scale = widen_queries(q, q_scale, scale, out_dtype)
+    by_token, of_all = (k_scales, v_scales), (k_scale, v_scale)
+    check_paged_operands(q, k_pages, v_pages, None, None, None, None, scales=by_token, of_all=of_all)
     check_tables(**tables)
     page, row = _find_slots(len(q), k_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
-    k_pages, v_pages = _write_rows("k", k, k_pages, page, row), _write_rows("v", v, v_pages, page, row)
-    found = attention(q, k_pages, v_pages, **tables, save_residuals=save_residuals, **options)
-    return (*found, k_pages, v_pages) if save_residuals else (found, k_pages, v_pages)
+    pools: list[Any] = [k_pages, v_pages]
+    scale_pools: list[Any] = list(by_token)
+    for n, (name, x) in enumerate((("k", k), ("v", v)) if update_kv_cache else ()):
+        scales: Any = of_all[n]
+        if by_token[n] is not None:
+            scales = _compute_scales(x, pools[n])
+            scale_pools[n] = jnp.asarray(by_token[n]).at[page, row].set(scales, mode="drop")
+        pools[n] = _write_rows(name, _quantize(name, x, pools[n], scales), pools[n], page, row)
+    found = attention(
+        q,
+        pools[0],
+        pools[1],
+        **tables,
+        k_scales=scale_pools[0],
+        v_scales=scale_pools[1],
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale=scale,
+        save_residuals=save_residuals,
+        **options,
+    )
+    returned = (*pools, *(x for x in scale_pools if x is not None))
+    return (*found, *returned) if save_residuals else (found, *returned)
+
+
+def _compute_scales(x: Any, pool: Any) -> jax.Array:
+    """Compute the scale of each token and head, f32 `[total_q, K]`; 1 where all is zero."""
+    peak = jnp.abs(jnp.asarray(x, jnp.float32)).max(axis=-1)
+    return jnp.where(peak == 0, 1.0, peak / _get_largest(pool))
+
+
+def _get_largest(pool: Any) -> float:
+    largest = find_largest(pool.dtype)
+    assert largest is not None  # `check_paged_operands` has refused other dtypes
+    return largest
+
+
+def _quantize(name: str, x: Any, pool: Any, scales: Any) -> Any:
+    """Divide new tokens by their scales, if there are any, and round to the nearest number that the pool can hold.
+
+    `scales` is a number for all tokens, or `[total_q, K]`.
+    """
+    if scales is None:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating-point, since {name}_scale quantises it, got {x.dtype}")
+    largest = _get_largest(pool)
+    divided = jnp.asarray(x, jnp.float32) / jnp.asarray(scales, jnp.float32)[..., None]
+    clipped = jnp.clip(divided, -largest, largest)  # JAX casts what is larger than 448 to NaN
+    return (jnp.round(clipped) if pool.dtype == jnp.int8 else clipped).astype(pool.dtype)
 
 
 def _find_slots(

@@ -35,6 +35,13 @@ FIELD_GROUPS: tuple[tuple[str, ...], ...] = (
     *(("distribution",), ("dtype",), ("mask",), ("batch",), HEADS, DEPTHS, LENGTHS),
 )
 """The fields of a case that can be changed by themselves: one alone, or two that are changed together."""
+# What scales of a quantised cache belong to, where it is no single thing.
+_WHOLE_SCALES = {
+    "tensor": "one scale for all keys and one for all values",
+    "given": "one scale for all keys and one for all values, to write by,",
+    "unit": "scales of 1",
+    "computed": "computed scales",
+}
 _BLOCKS = (8, 16, 32, 64, 128)
 _DEPTH_BLOCKS = (8, 16, 32, 64)
 _LONG = (128, 256, 512, 1024)
@@ -246,7 +253,7 @@ def _iter_operand_levels(fields: Mapping[str, str]) -> Iterator[Level]:
     if (cache := fields.get("kv_cache")) is not None:
         kind, _, by = cache.removeprefix("kv").partition("-")
         yield _create_level(f"kv {kind}", f"with a cache in {kind}", "kv_cache")
-        of_each = f"a scale for each {by}" if by != "tensor" else "one scale for all keys and one for all values"
+        of_each = _WHOLE_SCALES.get(by, f"a scale for each {by}")
         yield _create_level(f"kv {by}", f"with {of_each} of the cache", "kv_cache")
 
 

@@ -12,15 +12,21 @@ from cases.case import Case
 from cases.case_id import parse_case_id
 from cases.grid import build_grid
 from cases.operand_values import Problem
+from cases.quantization import COMPUTED_CACHES, GIVEN_CACHES, SCALE_ERROR, UNIT_CACHES, find_largest
 from cases.storage_forms import server_traces
-from cases.storage_forms.page_writes import PAGE_ARRAYS, build_writing, find_slots, view_bits
-from cases.storage_forms.paged_cases import WRITE_MODELS
+from cases.storage_forms.page_writes import PAGE_ARRAYS, build_raw_operands, build_writing, find_slots, view_bits
+from cases.storage_forms.paged_cases import find_models
+from cases.storage_forms.paged_form import COMPUTED_FEATURES, WRITTEN_FEATURES
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from cases.storage_forms.stored_cases import find_refusal
 
 MIXED = parse_case_id("prefill/f32/B4.T13.S45.N4.K2.H16.V8/own-linf-45-32-33-9/paged16-q13-1-1-9/normal/s0")
 SHARED = dataclasses.replace(MIXED, storage="shared16-q13-1-1-9")
-GRIDS = [build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model) for model in WRITE_MODELS]
+GRIDS = [
+    build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model)
+    for offers in (frozenset[str](), WRITTEN_FEATURES | COMPUTED_FEATURES)
+    for model in find_models(True, offers)
+]
 
 
 def stored(case: Case) -> tuple[Problem, Storage]:
@@ -93,6 +99,47 @@ def test_pages_change_in_the_rows_of_new_tokens_alone(dtype: str, finite: bool) 
         # Rows that nobody owns differ, so that one that is moved shows.
         rows = view_bits(what.before[pool]).reshape(what.written.size, -1)
         assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("cache", [*GIVEN_CACHES, *UNIT_CACHES])
+def test_every_right_rounding_stores_the_same_numbers(cache: str, dtype: str) -> None:
+    problem, _ = stored(dataclasses.replace(MIXED, dtype=dtype, kv_cache=cache))
+    assert problem.kv_scales is not None
+    for name, x, scale in zip("kv", (problem.k, problem.v), problem.kv_scales, strict=True):
+        raw, largest = build_raw_operands(problem)[name], find_largest(x.dtype)
+        assert largest is not None
+        assert raw.dtype == problem.q.dtype
+        narrow = scale.astype(raw.dtype)
+        quotients = {
+            "exact": raw.astype(np.float64) / np.float64(scale),
+            "narrow": raw / narrow,
+            "reciprocal": raw * (raw.dtype.type(1) / narrow),
+            "reciprocal in f32": raw.astype(np.float32) * (np.float32(1) / scale),
+        }
+        for about, quotient in quotients.items():
+            clipped = np.clip(quotient.astype(np.float64), -largest, largest)
+            rounded = (np.rint(clipped) if x.dtype == np.int8 else clipped).astype(x.dtype)
+            assert (view_bits(rounded) == view_bits(x)).all(), about
+        assert (np.abs(quotients["exact"]) > 1.05 * largest).mean() > 0.005
+        assert (scale == 1) == cache.endswith("unit")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("cache", COMPUTED_CACHES)
+def test_scales_computed_with_roundings_store_the_same_numbers(cache: str, dtype: str) -> None:
+    problem, _ = stored(dataclasses.replace(MIXED, dtype=dtype, kv_cache=cache))
+    assert problem.kv_scales is not None
+    for name, x, scales in zip("kv", (problem.k, problem.v), problem.kv_scales, strict=True):
+        raw, largest = build_raw_operands(problem)[name].astype(np.float64), find_largest(x.dtype)
+        assert largest is not None
+        exact = np.abs(raw).max(axis=-1) / largest
+        assert 0 < (exact == 0).mean() < 0.2
+        assert (np.abs(exact - scales)[exact > 0] <= 2.0**-24 * exact[exact > 0]).all()
+        for error in (-SCALE_ERROR, SCALE_ERROR):
+            quotient = np.clip(raw / np.where(exact == 0, 1, exact * (1 + error))[..., None], -largest, largest)
+            rounded = (np.rint(quotient) if x.dtype == np.int8 else quotient).astype(x.dtype)
+            assert (view_bits(rounded) == view_bits(x)).all()
 
 
 def test_a_life_writes_what_later_steps_read() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import Case
+from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
 from cases.storage_forms.server_traces import build_traces
 from cases.storage_forms.storage_layout import NOBODY
@@ -100,6 +100,61 @@ def test_one_scale_for_all_is_a_number_that_is_known_before_tracing() -> None:
     assert {type(x) for pair in seen for x in pair} == {float}
 
 
+def queries_in_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    page_indices: Any,
+    kv_lens: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    k_scale: float,
+    v_scale: float,
+    q_scale: float,
+    out_dtype: Any = jnp.bfloat16,
+) -> Any:
+    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    assert q.dtype == jnp.float8_e4m3fn
+    wide = q.astype(jnp.float32) * q_scale
+    return serving_attention.scaled_whole(wide, k, v, k_scale=k_scale, v_scale=v_scale, **tables).astype(out_dtype)
+
+
+QUERIES = WHOLE.replace("int8-tensor", "fp8-tensor/qfp8")
+
+
+@pytest.mark.parametrize("case", [QUERIES, QUERIES.replace("f32", "bf16")])
+def test_a_function_of_queries_in_fp8_conforms(case: str) -> None:
+    assert build_implementation(queries_in_fp8, "kernel").offers >= {"q_fp8", "kv_tensor_scales"}
+    assert conforms(queries_in_fp8, case, *CHECKS)
+
+
+def test_queries_in_fp8_are_exact_and_need_their_parameters() -> None:
+    problem = operand_values.draw_problem(parse_case_id(QUERIES.replace("f32", "bf16")))
+    assert problem.q_scale is not None
+    assert np.frexp(problem.q_scale)[0] != 0.5
+    exact = problem.q.astype(np.float64) / problem.q_scale
+    assert (exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) == exact).all()
+    made = build_implementation(queries_in_fp8, "kernel")
+    assert "q_scale: the function needs q_scale" in (made.supports(parse_case_id(QUERIES.replace("/qfp8", ""))) or "")
+    bare = build_implementation(functools.partial(queries_in_fp8), "kernel")
+    assert bare.offers == made.offers
+    assert (
+        build_implementation(serving_attention.scaled_whole, "k").supports(parse_case_id(QUERIES)) or ""
+    ).startswith("q_fp8: not declared")
+    with pytest.raises(CaseIdError, match="qfp8"):
+        parse_case_id(PLAIN.replace("/shared", "/qfp8/shared"))
+
+
+def test_without_a_parameter_for_the_dtype_out_is_in_bf16() -> None:
+    function = eval(
+        "lambda q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scale, v_scale, q_scale: q",
+    )
+    made = build_implementation(function, "kernel")
+    assert "out_dtype" in (made.supports(parse_case_id(QUERIES)) or "")
+    assert made.supports(parse_case_id(QUERIES.replace("f32", "bf16"))) is None
+
+
 def test_scales_of_all_are_peaks_of_all() -> None:
     problem, plain = (
         operand_values.draw_problem(parse_case_id(case.replace("shared", "paged"))) for case in (WHOLE, PLAIN)
@@ -139,7 +194,7 @@ def test_residuals_of_one_that_needs_scales_are_found() -> None:
             "q, k, v, *, page_indices, kv_lens, cu_q_lens, kv_scales",
             "needs the argument 'kv_scales'.*k_scales, v_scales",
         ),
-        ("q, k, v, k_pages, v_pages, *, page_indices, kv_lens, cu_q_lens, k_scales, v_scales", "needs .* 'k_scales'"),
+        ("q, k, v, k_pages, v_pages, *, page_indices, kv_lens, cu_q_lens, k_scales", "lacks 'v_scales'"),
     ],
 )
 def test_what_is_missing_is_named(parameters: str, message: str) -> None:

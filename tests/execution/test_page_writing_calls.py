@@ -92,6 +92,65 @@ def with_pages(change: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]) -> Cal
     return attention
 
 
+def with_scales(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    k_scale: float,
+    v_scale: float,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+) -> Any:
+    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    return paged.attention_with_update(q, k, v, k_pages, v_pages, k_scale=k_scale, v_scale=v_scale, **tables)
+
+
+def test_a_function_with_scales_writes_by_them() -> None:
+    made = build_implementation(with_scales, "kernel")
+    assert made.offers == {"paged", "kv_int8", "kv_fp8", "kv_tensor_scales", "kv_writes_scaled"}
+    assert "kv_writes_scaled" not in build_implementation(serving_attention.scaled_whole, "reader").offers
+    scaled = SHORT.replace("/paged4", "/kvfp8-given/paged4")
+    assert (made.supports(parse_case_id(SHORT)) or "").startswith("k_scale: the function needs k_scale and v_scale")
+    assert "for calls that read pages" in (made.supports(parse_case_id(scaled.replace("given", "tensor"))) or "")
+    found = by_name(with_scales, scaled, "forward", "aliasing")
+    assert {record.verdict for record in found.values()} == {PASS}
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_function_is_told_not_to_write(obeys: bool) -> None:
+    asked: list[bool] = []
+
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        num_seqs: Any,
+        update_kv_cache: bool,
+    ) -> Any:
+        asked.append(update_kv_cache)
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        told = {"update_kv_cache": update_kv_cache or not obeys}
+        return paged.attention_with_update(q, k, v, k_pages, v_pages, **tables, **told)
+
+    found = by_name(attention, SHORT)
+    assert {*asked} == {True, False}
+    expected = PASS if obeys else FAIL
+    assert {name: found[name].verdict for name in ("out", "out.no_update", "k_pages.no_update")} == {
+        **{"out": PASS, "out.no_update": expected, "k_pages.no_update": expected}
+    }
+
+
 def test_what_is_not_written_is_told() -> None:
     found = by_name(with_pages(lambda new, old: (new[0], *old)), SHORT)
     assert (found["out"].verdict, found["k_pages"].verdict, found["v_pages"].verdict) == (PASS, FAIL, FAIL)
@@ -151,12 +210,13 @@ def test_pages_are_written_by_paged_calls_alone() -> None:
 
 
 def test_only_who_writes_gets_what_is_to_be_written() -> None:
-    storage = operand_values.draw_problem(parse_case_id(SHORT)).storage
+    problem = operand_values.draw_problem(parse_case_id(SHORT))
+    storage = problem.storage
     assert storage is not None
     made = build_implementation(serving_attention.writing, "kernel")
-    assert "tokens" in stored_calls.build_storage_arrays_for(made, storage)
-    assert "tokens" not in stored_calls.build_storage_arrays_for(dataclasses.replace(made, writes_pages=False), storage)
-    held = stored_calls.build_storage_arrays_for(made, storage)["held"]
+    assert "tokens" in stored_calls.build_storage_arrays_for(made, problem)
+    assert "tokens" not in stored_calls.build_storage_arrays_for(dataclasses.replace(made, writes_pages=False), problem)
+    held = stored_calls.build_storage_arrays_for(made, problem)["held"]
     assert ((held != storage.held).sum(), (held == -1).sum() - (storage.held == -1).sum()) == (5, 5)
 
 

@@ -77,7 +77,7 @@ def test_what_kernels_are_given_is_the_call(implementation: Implementation, case
     static, _ = implementation.lower_mask(problem.mask, *sizes)
     options = {"soft_cap": problem.soft_cap, "scale": problem.scale, **static}
     out = lower_implementation(implementation).call(
-        problem.q, problem.k, problem.v, storage=build_storage_arrays_for(implementation, problem.storage), **options
+        problem.q, problem.k, problem.v, storage=build_storage_arrays_for(implementation, problem), **options
     )
     live = ~problem.empty_rows.transpose(0, 2, 1)[..., None]
     assert_right({"out": out}, compute_expected(problem, arithmetic=implementation.arithmetic), judged=live)
@@ -92,7 +92,7 @@ def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> No
     what = build_writing(problem, 0, finite=True)
     tables: dict[str, Any] = {name: jnp.asarray(problem.storage.arrays[name]) for name in TABLES}
     q = StoredCall.of(adapters.attention, "paged", writes=True).pack_queries(
-        problem.q, build_storage_arrays_for(RAGGED, problem.storage)
+        problem.q, build_storage_arrays_for(RAGGED, problem)
     )
     given = (jnp.asarray(x[name]) for x, names in ((what.tokens, "kv"), (what.before, None)) for name in names or x)
     _, *pools = adapters.attention(q, *given, **tables)

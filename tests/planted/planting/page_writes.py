@@ -52,9 +52,9 @@ class WriteSteps:
     returned: Step = lambda before, after: after
 
 
-def writing_by(steps: WriteSteps) -> Callable[..., Any]:
-    """The call made of `steps`."""
-    attend = paged_by(PagedSteps())
+def writing_by(steps: WriteSteps, reads: PagedSteps | None = None) -> Callable[..., Any]:
+    """The call made of `steps`, which reads by the steps `reads`."""
+    attend = paged_by(reads or PagedSteps())
 
     def attention(
         q: Array,

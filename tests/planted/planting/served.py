@@ -73,7 +73,8 @@ def _window(j: Array, position: Array, call: Call, place: Array) -> Array:
     return jnp.asarray(True) if call.left is None else j >= position[:, None] - call.left
 
 
-def _capped(x: Array, allowed: Array, call: Call) -> Array:
+def cap_logits(x: Array, allowed: Array, call: Call) -> Array:
+    """Multiply logits by the scale of all keys, then apply the soft cap."""
     del allowed
     x = x * call.k_scale
     return x if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap)
@@ -117,7 +118,7 @@ class PagedSteps:
     numbers: Step = lambda k_scale, v_scale: (k_scale, v_scale)
     times: Step = lambda out, v_scale, call: out * v_scale
     heads: Step = lambda x, count: jnp.repeat(x, count // x.shape[2], axis=2)
-    cap: Step = _capped  # (x, allowed, call)
+    cap: Step = cap_logits  # (x, allowed, call)
     sinks: Step = lambda sinks, call: sinks
     attend: Step = softmax
     output: Step = lambda out, call: out
@@ -298,7 +299,7 @@ def packed_by(steps: PackedSteps) -> Callable[..., Any]:
         q = steps.clean(q, sequence, call)
         k, v = (steps.heads(jnp.where(seen[:, None, None], x, 0), q.shape[1]) for x in (k, v))
         x = jnp.einsum("tnh,snh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
-        x = _capped(x, allowed, call)
+        x = cap_logits(x, allowed, call)
         wide = jnp.broadcast_to(v, (len(q), *v.shape))
         if steps.pairs_back is not None:
             x, wide = _taken_back(x, wide, steps.pairs_back(sequence, of_key, at, call))
