@@ -22,7 +22,7 @@ from conformance.executor_tasks import call_sequences
 from conformance.truth.rounding_bounds import Bounded, Expectation
 
 
-def _take_numbers(problem: Problem, first: Problem) -> Problem:
+def take_numbers(problem: Problem, first: Problem) -> Problem:
     """Return the problem with the scales of quantised operands that the call of `first` has as static arguments."""
     changed: dict[str, Any] = {}
     if first.has_whole_scales:
@@ -45,7 +45,7 @@ class ProblemPair:
         """Draw the pair: the case's problem, and one with the next seed and the same mask."""
         other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
         drawn_other = dataclasses.replace(draw_problem(other), mask=subject.problem.mask)
-        problems = (subject.problem, _take_numbers(drawn_other, subject.problem))
+        problems = (subject.problem, take_numbers(drawn_other, subject.problem))
         cotangents: tuple[Cotangent, ...] = ()
         if subject.has_gradients:
             drawn = (draw_cotangent(case).out for case in (subject.case, other))
