@@ -143,6 +143,12 @@ class PageCache(NamedTuple):
     arrived: Any  # semaphores of the copies, [len(held), BUFFERS]
     pages_per_seq: int
     block_pages: int
+    reshapes: bool = True  # whether references can be reshaped: on a TPU, and in the fast interpreter
+
+    @property
+    def paired(self) -> bool:
+        """Whether buffers hold pairs of heads."""
+        return len(self.held[0].shape) == 5
 
     @property
     def page_size(self) -> int:
@@ -154,6 +160,55 @@ class PageCache(NamedTuple):
     def block(self) -> int:
         """Tokens per block."""
         return self.block_pages * self.page_size
+
+
+def holds_pairs(operands: Operands) -> bool:
+    """Check whether the kernel loads the heads of these pages in pairs: bf16 without scales, in whole lanes."""
+    k, v = operands.k_pages, operands.v_pages
+    if v is None or operands.page_scales is not None or not operands.q.dtype == k.dtype == jnp.bfloat16:
+        return False
+    return k.shape[2] % 2 == 0 and k.shape[3] % LANES == 0 and v.shape[3] % LANES == 0
+
+
+def split_pairs(pages: jax.Array) -> jax.Array:
+    """Split the axis of heads into pairs, `[pages, page_size, K / 2, 2, H]`; on a TPU this moves nothing in memory.
+
+    A TPU stores two rows of bf16 in one row of 32-bit words, each word with a number of either row.
+    """
+    first, size, heads, depth = pages.shape
+    return pages.reshape(first, size, heads // 2, 2, depth)
+
+
+def find_pair_stride(num_kv_heads: int) -> int:
+    """Find the number of pairs of heads from token to token in VMEM.
+
+    Loads of one pair skip the other pairs. VMEM has 32 banks, and with an odd stride consecutive tokens lie in different
+    banks (`has_bank_conflicts` of tpu-inference 0.32.0 avoids even strides for the same reason).
+    """
+    return num_kv_heads // 2 | 1
+
+
+def load_pair(cache: PageCache, which: int, buffer: Scalar, pair: Scalar) -> jax.Array:
+    """Load a pair of heads of a whole block as 32-bit words, `[block, H]`: the first head's numbers are the low halves.
+
+    The words of consecutive tokens are a fixed number of rows apart, which a TPU loads at once.
+
+    Args:
+      which: 0 for keys, 1 for values.
+    """
+    held = cache.held[which]
+    _, block, stride, _, depth = held.shape
+    if not cache.reshapes:  # the interpreter that detects races cannot reshape references
+        return lax.bitcast_convert_type(held[buffer, :, pair].swapaxes(1, 2), jnp.uint32)
+    parts = depth // LANES
+    words = held.bitcast(jnp.uint32).at[buffer].reshape(block * stride * parts, LANES)
+    found = [words[pl.ds(pair * parts + part, block, stride * parts)] for part in range(parts)]
+    return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
+
+
+def take_head(pair: jax.Array, odd: int) -> jax.Array:
+    """Take one head of a pair, `[block, H]` in bf16."""
+    return pltpu.bitcast((pair >> jnp.uint32(16 * odd)).astype(jnp.uint16), jnp.bfloat16)
 
 
 class Results(NamedTuple):
@@ -180,8 +235,8 @@ def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile
     whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
 
     def at_once() -> None:
-        for n, held in enumerate(cache.held):
-            there = held.at[buffer]
+        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+            there = held.at[buffer, :, : pages.shape[2]] if cache.paired else held.at[buffer]
             copy: Copy = pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer])
             copy.wait()
 
@@ -203,8 +258,12 @@ def _for_each_page(
     def keys_and_values(number: Scalar, _: None) -> None:
         page = cache.page_indices[entry + number]
         for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
-            whole = len(held.shape) > len(pages.shape)
-            place = held.at[buffer, number] if whole else held.at[buffer, pl.ds(number * size, size)]
+            if cache.paired:
+                place = held.at[buffer, pl.ds(number * size, size), : pages.shape[2]]
+            elif len(held.shape) > len(pages.shape):
+                place = held.at[buffer, number]
+            else:
+                place = held.at[buffer, pl.ds(number * size, size)]
             do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
 
     def several(number: Scalar, _: None) -> None:

@@ -45,8 +45,13 @@ from impls.paged.page_copies import (
     build_blocks,
     find_buffer,
     find_chip_room,
+    find_pair_stride,
+    holds_pairs,
+    load_pair,
+    split_pairs,
     start_block,
     start_rows,
+    take_head,
     wait_for_block,
     wait_for_rows,
 )
@@ -87,7 +92,9 @@ class ComputeUnits(NamedTuple):
     total: int
     rows: int  # rows of each unit
     place: Callable[[Any], tuple[Any, Any]]  # from a unit's number: its head and rows in the arrays of `HeadRefs`
-    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # from a unit's number: keys [block, H] and values [block, V]
+    # From a unit's number, and whether that is odd: its keys [block, H].
+    keys: Callable[[Any, int], jax.Array]
+    values: Callable[[Any, int], jax.Array]  # likewise, its values [block, V]
     # `of_keys(number, x)` multiplies x by the scale of each key of a unit, along the last axis; `of_values` by the
     # scale of each value. Without scales both return x.
     of_keys: Callable[[Any, Any], Any] = lambda number, x: x
@@ -139,8 +146,9 @@ def compute_tile(
         wait_for_block(cache, tiles, blocks, number, block)
         start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
         buffer = find_buffer(blocks, number, block)
-        take_block = _zero_unseen_latents if heads.k is None else _split_heads
-        take_block(plan, tile, cache, heads, buffer, start)
+        if not cache.paired:
+            take_block = _zero_unseen_latents if heads.k is None else _split_heads
+            take_block(plan, tile, cache, heads, buffer, start)
         tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
 
     tile.sized(take)
@@ -225,11 +233,32 @@ def _zero_unseen_latents(
         lax.fori_loop(jnp.int32(0), jnp.int32(cache.block_pages), page, None)
 
 
-def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scalar, rows: int) -> ComputeUnits:
-    """List the units of a block: its heads, or groups of rows of a tile of latents."""
+def _list_units(
+    plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scalar, rows: int, seen: Callable[[Any], Any] | None
+) -> ComputeUnits:
+    """List the units of a block: its heads, or groups of rows of a tile of latents.
+
+    Args:
+      seen: whether some query sees the key with an index in the block; None if every query sees all keys.
+    """
+    total = heads.q.shape[0]
+    if cache.paired:
+
+        def keys(h: Any, odd: int) -> jax.Array:
+            return take_head(load_pair(cache, 0, buffer, h // 2), odd)
+
+        def values(h: Any, odd: int) -> jax.Array:
+            pair = load_pair(cache, 1, buffer, h // 2)
+            if seen is not None:
+                # Values that no query sees may be NaN, and 0 * NaN is not 0.
+                pair = jnp.where(seen(lax.broadcasted_iota(jnp.int32, pair.shape, 0)), pair, jnp.uint32(0))
+            return take_head(pair, odd)
+
+        return ComputeUnits(total, rows, lambda h: (h, slice(rows)), keys, values)
     if heads.k is not None:
-        total = heads.k.shape[0]
-        units = ComputeUnits(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        units = ComputeUnits(
+            total, rows, lambda h: (h, slice(rows)), lambda h, odd: heads.k[h], lambda h, odd: heads.v[h]
+        )
         if heads.scales is None:
             return units
         return units._replace(
@@ -238,12 +267,17 @@ def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scal
         )
     some = min(rows, plan.block_rows)
 
-    def latents(number: Scalar) -> tuple[jax.Array, jax.Array]:
-        del number
-        k = cache.held[0][buffer].reshape(cache.block, -1)
-        return k, k[:, : plan.value_dim]
+    def latents(number: Scalar, odd: int) -> jax.Array:
+        del number, odd
+        return cache.held[0][buffer].reshape(cache.block, -1)
 
-    return ComputeUnits(rows // some, some, lambda n: (0, pl.ds(pl.multiple_of(n * some, some), some)), latents)
+    def values_of_latents(number: Scalar, odd: int) -> jax.Array:
+        return latents(number, odd)[:, : plan.value_dim]
+
+    def place(number: Scalar) -> tuple[Any, Any]:
+        return 0, pl.ds(pl.multiple_of(number * some, some), some)
+
+    return ComputeUnits(rows // some, some, place, latents, values_of_latents)
 
 
 def _add_block(
@@ -251,7 +285,8 @@ def _add_block(
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
-    units = _list_units(plan, cache, heads, buffer, rows)
+    list_units = functools.partial(_list_units, plan, cache, heads, buffer, rows)
+    units = list_units(None)
     shape = (units.rows, block)
 
     def sees(first: Scalar) -> jax.Array:
@@ -266,8 +301,11 @@ def _add_block(
         def masked(number: Scalar, z: jax.Array) -> jax.Array:
             return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # equation (3)
 
-        _add_units(plan, heads, units, block, masked)
+        of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
+        _add_units(plan, heads, of_tile, block, masked)
 
+    first, _ = find_key_range(plan, tile.position)
+    _, end = find_key_range(plan, tile.position + (tile.queries - 1))
     low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
     _, high = find_key_range(plan, tile.position)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
@@ -280,25 +318,25 @@ def _add_units(
 ) -> None:
     """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit."""
     depth_v = heads.out.shape[2]
-    several = HEADS if units.total % HEADS == 0 else 1
+    several = next(some for some in (HEADS, 2, 1) if units.total % some == 0)
 
-    def products_of(number: Scalar) -> jax.Array:
-        return multiply_tiles(heads.q[units.place(number)], units.keys(number)[0], (1, 1))  # [rows, block]
+    def products_of(number: Scalar, n: int) -> jax.Array:
+        return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
         # Values, not references, between units: the compiler does not reorder stores and loads.
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
-        coming = products_of(these[0])
+        coming = products_of(these[0], 0)
         for n, this in enumerate(these):
             products, (before, total, acc) = coming, softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
             if n + 1 < several:
-                coming = products_of(these[n + 1])
+                coming = products_of(these[n + 1], n + 1)
             z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
             z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
-            values = units.keys(this)[1]  # [block, V]
+            values = units.values(this, n % 2)  # [block, V]
             acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
                 units.of_values(this, weights).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)
@@ -345,7 +383,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
     arrays = (q, *_list_pages(operands))
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
-    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1)
+    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
     out, statistics = pl.pallas_call(
@@ -364,7 +402,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
             scratch_shapes=_build_scratch(plan, operands),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=find_chip_room().vmem
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=find_chip_room().vmem, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="paged_attention",
@@ -388,6 +426,8 @@ def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
     """List the arrays that are copied page by page. Latents lose the axis of heads, so that tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
+    if holds_pairs(operands):
+        return split_pairs(operands.k_pages), split_pairs(operands.v_pages)
     scales = () if operands.page_scales is None else (operands.page_scales,)
     return operands.k_pages, operands.v_pages, *scales
 
@@ -402,6 +442,10 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     depth_v = _get_value_depth(plan, operands)
     if operands.v_pages is None:
         held = [pltpu.VMEM((NUM_BUFFERS, plan.block_pages, page_size, depth), dtype)]
+        scratch = []
+    elif holds_pairs(operands):
+        stride = find_pair_stride(num_kv_heads)
+        held = [pltpu.VMEM((NUM_BUFFERS, block, stride, 2, width), dtype) for width in (depth, depth_v)]
         scratch = []
     else:
         stored = operands.k_pages.dtype
@@ -422,7 +466,9 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     ]
 
 
-def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any, *refs: Ref) -> None:
+def _kernel(
+    plan: PagedPlan, pages_per_seq: int, copied: int, interpret: Interpret, page_indices: Any, *refs: Ref
+) -> None:
     scalars, (q, *arrays) = refs[: _NUM_TILE_LISTS + _NUM_BLOCK_LISTS], refs[_NUM_TILE_LISTS + _NUM_BLOCK_LISTS :]
     pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
@@ -432,7 +478,15 @@ def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any,
         QueryTiles(steps, *scalars[:_NUM_TILE_LISTS]),
         PageBlocks(*scalars[_NUM_TILE_LISTS:]),
         q,
-        PageCache(page_indices, tuple(pages), tuple(held), arrived, pages_per_seq, plan.block_pages),
+        PageCache(
+            page_indices,
+            tuple(pages),
+            tuple(held),
+            arrived,
+            pages_per_seq,
+            plan.block_pages,
+            reshapes=isinstance(interpret, bool),
+        ),
         HeadRefs(*heads),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )
