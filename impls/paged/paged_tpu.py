@@ -70,7 +70,7 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 
 TOGETHER = 32
 """Number of tokens whose heads are split at a time."""
-HEADS = 4
+HEADS = 8
 """Number of heads whose products are computed together, to hide latencies."""
 
 
