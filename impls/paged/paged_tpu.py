@@ -70,8 +70,10 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 
 TOGETHER = 32
 """Number of tokens whose heads are split at a time."""
-HEADS = 8
-"""Number of heads whose products are computed together, to hide latencies."""
+HEADS = 4
+"""Number of heads whose products are computed together, to hide latencies; twice as many for few rows."""
+FEW_ROWS = 32
+"""Rows of a unit up to which the logits of several units fit registers."""
 
 
 class HeadRefs(NamedTuple):
@@ -318,7 +320,8 @@ def _add_units(
 ) -> None:
     """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit."""
     depth_v = heads.out.shape[2]
-    several = next(some for some in (HEADS, 2, 1) if units.total % some == 0)
+    together, ahead = (2 * HEADS, 2 * HEADS) if units.rows <= FEW_ROWS else (HEADS, 1)
+    several = next(some for some in (together, HEADS, 2, 1) if units.total % some == 0)
 
     def products_of(number: Scalar, n: int) -> jax.Array:
         return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
@@ -327,11 +330,11 @@ def _add_units(
         these = [number * several + n for n in range(several)]
         # Values, not references, between units: the compiler does not reorder stores and loads.
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
-        coming = products_of(these[0], 0)
+        coming = [products_of(this, n) for n, this in enumerate(these[:ahead])]
         for n, this in enumerate(these):
-            products, (before, total, acc) = coming, softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
-            if n + 1 < several:
-                coming = products_of(these[n + 1], n + 1)
+            products, (before, total, acc) = coming[n], softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
+            if n + ahead < several:
+                coming.append(products_of(these[n + ahead], n + ahead))
             z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
             z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
