@@ -182,8 +182,8 @@ def split_pairs(pages: jax.Array) -> jax.Array:
 def find_pair_stride(num_kv_heads: int) -> int:
     """Find the number of pairs of heads from token to token in VMEM.
 
-    Loads of one pair skip the other pairs. VMEM has 32 banks, and with an odd stride consecutive tokens lie in different
-    banks (`has_bank_conflicts` of tpu-inference 0.32.0 avoids even strides for the same reason).
+    Loads of one pair skip the other pairs. VMEM has banks, and with an odd stride consecutive tokens lie in different
+    ones. (`has_bank_conflicts` of tpu-inference 0.32.0 counts 32 banks and avoids even strides too.)
     """
     return num_kv_heads // 2 | 1
 
@@ -247,34 +247,65 @@ def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile
         _for_each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
 
 
+def is_whole(cache: PageCache, blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:
+    """Check whether a block has all of its pages; the last block of a tile may have fewer."""
+    return blocks.end[tile] - (blocks.slot[tile] + block * cache.block_pages) >= cache.block_pages
+
+
+def build_starts(
+    cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar
+) -> Callable[[int, int], None]:
+    """Build the function that starts part `number` of the copies of a whole block, divided into `of` parts."""
+    buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
+    entry = _find_entry(cache, tiles, blocks, tile, block)
+
+    def start(number: int, of: int) -> None:
+        for at in range(number * block_pages // of, (number + 1) * block_pages // of):
+            for copy in _list_copies(cache, buffer, entry, at):
+                copy.start()
+
+    return start
+
+
 def _for_each_page(
     cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar, do: Callable[[Copy], None]
 ) -> None:
-    size, block_pages = cache.page_size, cache.block_pages
-    buffer = find_buffer(blocks, tile, block)
-    slot = blocks.slot[tile] + block * block_pages
-    entry = tiles.sequence[tile] * cache.pages_per_seq + slot
+    buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
+    entry = _find_entry(cache, tiles, blocks, tile, block)
 
     def keys_and_values(number: Scalar, _: None) -> None:
-        page = cache.page_indices[entry + number]
-        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
-            if cache.paired:
-                place = held.at[buffer, pl.ds(number * size, size), : pages.shape[2]]
-            elif len(held.shape) > len(pages.shape):
-                place = held.at[buffer, number]
-            else:
-                place = held.at[buffer, pl.ds(number * size, size)]
-            do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+        for copy in _list_copies(cache, buffer, entry, number):
+            do(copy)
 
     def several(number: Scalar, _: None) -> None:
         for n in range(PAGES_AT_ONCE):
             keys_and_values(number * PAGES_AT_ONCE + n, None)
 
     # Entries past the last page that a query sees may hold any value, and are never read.
+    slot = blocks.slot[tile] + block * block_pages
     pages = jnp.minimum(blocks.end[tile] - slot, block_pages)
     together = pages // PAGES_AT_ONCE if block_pages >= PAGES_AT_ONCE else jnp.int32(0)
     lax.fori_loop(jnp.int32(0), together, several, None)
     lax.fori_loop(together * PAGES_AT_ONCE, pages, keys_and_values, None)
+
+
+def _find_entry(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:
+    """Find the index in the flat page table of a block's first page."""
+    return tiles.sequence[tile] * cache.pages_per_seq + blocks.slot[tile] + block * cache.block_pages
+
+
+def _list_copies(cache: PageCache, buffer: Scalar, entry: Scalar, number: Scalar) -> list[Copy]:
+    """List the copies of a block's page `number`, one for each array of pages; `entry` is that of the first page."""
+    page, size, copies = cache.page_indices[entry + number], cache.page_size, []
+    for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+        if cache.paired:
+            place = held.at[buffer, pl.ds(number * size, size), : pages.shape[2]]
+        elif len(held.shape) > len(pages.shape):
+            place = held.at[buffer, number]
+        else:
+            place = held.at[buffer, pl.ds(number * size, size)]
+        copies.append(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+    return copies
 
 
 def start_rows(results: Results, tiles: QueryTiles, tile: Scalar) -> None:

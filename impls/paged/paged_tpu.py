@@ -43,10 +43,12 @@ from impls.paged.page_copies import (
     PageCache,
     Results,
     build_blocks,
+    build_starts,
     find_buffer,
     find_chip_room,
     find_pair_stride,
     holds_pairs,
+    is_whole,
     load_pair,
     split_pairs,
     start_block,
@@ -131,6 +133,7 @@ def compute_tile(
     """Compute the tile of this grid step, and start the copies for the next one."""
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
+    last = blocks.end.shape[0] - 1
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
     # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
@@ -139,19 +142,41 @@ def compute_tile(
     def take(size: int) -> None:
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
+    def overlaps(start: Scalar) -> Any:
+        # The products of a single query leave the scalar unit idle, which starts copies meanwhile.
+        if not cache.paired or num_kv_heads != _count_together(num_kv_heads, count_rows(plan, 1, group)):
+            return False
+        low, high = find_key_range(plan, tile.position)
+        return (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
+
     def with_block(block: Scalar, _: None) -> None:
         ends = block + 1 == blocks.length[number]
         # The next block is copied to the buffer of the previous block, which is no longer needed.
         next_tile = jnp.where(ends, blocks.following[number], number)
         next_block = jnp.where(ends, 0, block + 1)
-        pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
-        wait_for_block(cache, tiles, blocks, number, block)
+        follows = next_tile < tiles.total
         start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
         buffer = find_buffer(blocks, number, block)
+
+        among = follows & overlaps(start) & is_whole(cache, blocks, jnp.minimum(next_tile, last), next_block)
+        pl.when(follows & jnp.logical_not(among))(
+            functools.partial(start_block, cache, tiles, blocks, next_tile, next_block)
+        )
+        wait_for_block(cache, tiles, blocks, number, block)
         if not cache.paired:
             take_block = _zero_unseen_latents if heads.k is None else _split_heads
             take_block(plan, tile, cache, heads, buffer, start)
-        tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+
+        def add_and_copy() -> None:
+            units = _list_units(plan, cache, heads, buffer, count_rows(plan, 1, group), None)
+            start_pages = build_starts(cache, tiles, blocks, next_tile, next_block)
+            _add_units(plan, heads, units, cache.block, lambda n, z: z, start_pages)
+
+        def add() -> None:
+            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+
+        pl.when(among)(add_and_copy)
+        pl.when(jnp.logical_not(among))(add)
 
     tile.sized(take)
     tile.sized(functools.partial(_clear, plan, tile, heads))
@@ -315,13 +340,31 @@ def _add_block(
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
 
+def _count_together(units: int, rows: int) -> int:
+    """Count the units that are computed together; it divides the number of all units."""
+    most = 2 * HEADS if rows <= FEW_ROWS else HEADS
+    return next(some for some in (most, HEADS, 2, 1) if units % some == 0)
+
+
 def _add_units(
-    plan: PagedPlan, heads: HeadRefs, units: ComputeUnits, block: int, masked: Callable[[Any, jax.Array], jax.Array]
+    plan: PagedPlan,
+    heads: HeadRefs,
+    units: ComputeUnits,
+    block: int,
+    masked: Callable[[Any, jax.Array], jax.Array],
+    start_pages: Callable[[int, int], None] = lambda number, of: None,
 ) -> None:
-    """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit."""
+    """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit.
+
+    If units have few rows, the products of all units that are computed together are issued first.
+
+    Args:
+      start_pages: function that starts a part of the copies of the next block: part `number` of `of` parts. It needs
+        all units to be computed together.
+    """
     depth_v = heads.out.shape[2]
-    together, ahead = (2 * HEADS, 2 * HEADS) if units.rows <= FEW_ROWS else (HEADS, 1)
-    several = next(some for some in (together, HEADS, 2, 1) if units.total % some == 0)
+    several = _count_together(units.total, units.rows)
+    ahead = several if units.rows <= FEW_ROWS else 1
 
     def products_of(number: Scalar, n: int) -> jax.Array:
         return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
@@ -332,6 +375,7 @@ def _add_units(
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
         coming = [products_of(this, n) for n, this in enumerate(these[:ahead])]
         for n, this in enumerate(these):
+            start_pages(n, several)
             products, (before, total, acc) = coming[n], softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
             if n + ahead < several:
                 coming.append(products_of(these[n + ahead], n + ahead))
