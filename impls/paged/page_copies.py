@@ -35,7 +35,7 @@ class VmemRoom(NamedTuple):
 
     vmem: int  # bytes of VMEM that the kernel may take
     rows: int  # rows of a tile: queries times heads
-    keys: int  # bytes of keys and values per block; VMEM has three such: two buffers, and a copy split by head
+    keys: int  # bytes of keys and values per block; VMEM has up to three such: two buffers, and a copy split by head
 
 
 class PageBlocks(NamedTuple):
@@ -68,9 +68,7 @@ def find_chip_room() -> VmemRoom:
     """Find the sizes that fit the target chip.
 
     A row is one head of one query. At depth 128 it takes 3.6 KiB beside its logits: accumulators, queries, and results
-    that are being written. The more queries a tile has, the less often pages are copied and split by head. By the
-    compiler's schedule, four sequences of 4,096 keys with 512 queries each take 3,871 kilocycles on v5e in tiles of 64
-    queries, and 2,952 in tiles of 128.
+    that are being written. The more queries a tile has, the less often pages are copied.
     """
     capacity = find_limit(None).bytes
     if capacity >= 4 * DEFAULT_SCOPED:
@@ -132,7 +130,8 @@ Copy = Any
 class PageCache(NamedTuple):
     """Refs of the pages in HBM, and the VMEM buffers of a block: for keys, and for values if they have their own pages.
 
-    A buffer of pages with heads holds the tokens of a block one after another, `[BUFFERS, block, K, .]`. A buffer of
+    A buffer of pages with heads holds the tokens of a block one after another, `[BUFFERS, block, K, .]`. With pairs of
+    heads (`holds_pairs`) it is `[BUFFERS, block, stride, 2, .]`, with room for `find_pair_stride` pairs. A buffer of
     latents keeps the axis of pages, `[BUFFERS, block_pages, page_size, .]`: a memory tile spans several tokens, and a
     copy must begin at the start of a memory tile.
     """
