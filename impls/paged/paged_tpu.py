@@ -137,7 +137,6 @@ def compute_tile(
     """Compute the tile of this grid step, and start the copies for the next one."""
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
-    last = blocks.end.shape[0] - 1
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
     # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
@@ -146,12 +145,14 @@ def compute_tile(
     def take(size: int) -> None:
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
-    def overlaps(start: Scalar) -> Any:
-        # The products of a single query leave the scalar unit idle, which starts copies meanwhile.
-        if not cache.paired or num_kv_heads != _count_together(num_kv_heads, count_rows(plan, 1, group)):
-            return False
+    # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
+    may_overlap = cache.paired and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+
+    def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
         low, high = find_key_range(plan, tile.position)
-        return (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
+        sees_all = (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
+        known = jnp.minimum(next_tile, blocks.end.shape[0] - 1)
+        return sees_all & (next_tile < tiles.total) & is_whole(cache, blocks, known, next_block)
 
     def with_block(block: Scalar, _: None) -> None:
         ends = block + 1 == blocks.length[number]
@@ -162,10 +163,9 @@ def compute_tile(
         start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
         buffer = find_buffer(blocks, number, block)
 
-        among = follows & overlaps(start) & is_whole(cache, blocks, jnp.minimum(next_tile, last), next_block)
-        pl.when(follows & jnp.logical_not(among))(
-            functools.partial(start_block, cache, tiles, blocks, next_tile, next_block)
-        )
+        overlapping = overlaps(start, next_tile, next_block) if may_overlap else None
+        alone = follows if overlapping is None else follows & jnp.logical_not(overlapping)
+        pl.when(alone)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
         wait_for_block(cache, tiles, blocks, number, block)
         if not cache.paired:
             take_block = _zero_unseen_latents if heads.k is None else _split_heads
@@ -179,8 +179,11 @@ def compute_tile(
         def add() -> None:
             tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
 
-        pl.when(among)(add_and_copy)
-        pl.when(jnp.logical_not(among))(add)
+        if overlapping is None:
+            add()
+        else:
+            pl.when(overlapping)(add_and_copy)
+            pl.when(jnp.logical_not(overlapping))(add)
 
     tile.sized(take)
     tile.sized(functools.partial(_clear, plan, tile, heads))
