@@ -306,7 +306,8 @@ def _list_units(
         return cache.held[0][buffer].reshape(cache.block, -1)
 
     def values_of_latents(number: Scalar, odd: int) -> jax.Array:
-        return latents(number, odd)[:, : plan.value_dim]
+        k = latents(number, odd)
+        return k[:, : plan.value_dim]
 
     def place(number: Scalar) -> tuple[Any, Any]:
         return 0, pl.ds(pl.multiple_of(number * some, some), some)
