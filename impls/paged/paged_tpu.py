@@ -500,7 +500,7 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     depth_v = _get_value_depth(plan, operands)
     if operands.v_pages is None:
         held = [pltpu.VMEM((NUM_BUFFERS, plan.block_pages, page_size, depth), dtype)]
-        scratch = []
+        scratch: list[Any] = []
     elif holds_pairs(operands):
         stride = find_pair_stride(num_kv_heads)
         held = [pltpu.VMEM((NUM_BUFFERS, block, stride, 2, width), dtype) for width in (depth, depth_v)]
