@@ -35,7 +35,7 @@ class VmemRoom(NamedTuple):
 
     vmem: int  # bytes of VMEM that the kernel may take
     rows: int  # rows of a tile: queries times heads
-    keys: int  # bytes of keys and values per block; VMEM has three such: two buffers, and a copy split by head
+    keys: int  # bytes of keys and values per block; VMEM has up to three such: two buffers, and a copy split by head
 
 
 class PageBlocks(NamedTuple):
@@ -68,9 +68,7 @@ def find_chip_room() -> VmemRoom:
     """Find the sizes that fit the target chip.
 
     A row is one head of one query. At depth 128 it takes 3.6 KiB beside its logits: accumulators, queries, and results
-    that are being written. The more queries a tile has, the less often pages are copied and split by head. By the
-    compiler's schedule, four sequences of 4,096 keys with 512 queries each take 3,871 kilocycles on v5e in tiles of 64
-    queries, and 2,952 in tiles of 128.
+    that are being written. The more queries a tile has, the less often pages are copied.
     """
     capacity = find_limit(None).bytes
     if capacity >= 4 * DEFAULT_SCOPED:
@@ -132,7 +130,8 @@ Copy = Any
 class PageCache(NamedTuple):
     """Refs of the pages in HBM, and the VMEM buffers of a block: for keys, and for values if they have their own pages.
 
-    A buffer of pages with heads holds the tokens of a block one after another, `[BUFFERS, block, K, .]`. A buffer of
+    A buffer of pages with heads holds the tokens of a block one after another, `[BUFFERS, block, K, .]`. With pairs of
+    heads (`holds_pairs`) it is `[BUFFERS, block, stride, 2, .]`, with room for `find_pair_stride` pairs. A buffer of
     latents keeps the axis of pages, `[BUFFERS, block_pages, page_size, .]`: a memory tile spans several tokens, and a
     copy must begin at the start of a memory tile.
     """
@@ -143,6 +142,12 @@ class PageCache(NamedTuple):
     arrived: Any  # semaphores of the copies, [len(held), BUFFERS]
     pages_per_seq: int
     block_pages: int
+    reshapes: bool = True  # whether references can be reshaped: on a TPU, and in the fast interpreter
+
+    @property
+    def paired(self) -> bool:
+        """Whether buffers hold pairs of heads."""
+        return len(self.held[0].shape) == 5
 
     @property
     def page_size(self) -> int:
@@ -154,6 +159,55 @@ class PageCache(NamedTuple):
     def block(self) -> int:
         """Tokens per block."""
         return self.block_pages * self.page_size
+
+
+def holds_pairs(operands: Operands) -> bool:
+    """Check whether the kernel loads the heads of these pages in pairs: bf16 without scales, in whole lanes."""
+    k, v = operands.k_pages, operands.v_pages
+    if v is None or operands.page_scales is not None or not operands.q.dtype == k.dtype == jnp.bfloat16:
+        return False
+    return k.shape[2] % 2 == 0 and k.shape[3] % LANES == 0 and v.shape[3] % LANES == 0
+
+
+def split_pairs(pages: jax.Array) -> jax.Array:
+    """Split the axis of heads into pairs, `[pages, page_size, K / 2, 2, H]`; on a TPU this moves nothing in memory.
+
+    A TPU stores two rows of bf16 in one row of 32-bit words, each word with a number of either row.
+    """
+    first, size, heads, depth = pages.shape
+    return pages.reshape(first, size, heads // 2, 2, depth)
+
+
+def find_pair_stride(num_kv_heads: int) -> int:
+    """Find the number of pairs of heads from token to token in VMEM.
+
+    Loads of one pair skip the other pairs. VMEM has banks, and with an odd stride consecutive tokens lie in different
+    ones. (`has_bank_conflicts` of tpu-inference 0.32.0 counts 32 banks and avoids even strides too.)
+    """
+    return num_kv_heads // 2 | 1
+
+
+def load_pair(cache: PageCache, which: int, buffer: Scalar, pair: Scalar) -> jax.Array:
+    """Load a pair of heads of a whole block as 32-bit words, `[block, H]`: the first head's numbers are the low halves.
+
+    The words of consecutive tokens are a fixed number of rows apart, which a TPU loads at once.
+
+    Args:
+      which: 0 for keys, 1 for values.
+    """
+    held = cache.held[which]
+    _, block, stride, _, depth = held.shape
+    if not cache.reshapes:  # the interpreter that detects races cannot reshape references
+        return lax.bitcast_convert_type(held[buffer, :, pair].swapaxes(1, 2), jnp.uint32)
+    parts = depth // LANES
+    words = held.bitcast(jnp.uint32).at[buffer].reshape(block * stride * parts, LANES)
+    found = [words[pl.ds(pair * parts + part, block, stride * parts)] for part in range(parts)]
+    return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
+
+
+def take_head(pair: jax.Array, odd: int) -> jax.Array:
+    """Take one head of a pair, `[block, H]` in bf16."""
+    return pltpu.bitcast((pair >> jnp.uint32(16 * odd)).astype(jnp.uint16), jnp.bfloat16)
 
 
 class Results(NamedTuple):
@@ -180,8 +234,8 @@ def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile
     whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
 
     def at_once() -> None:
-        for n, held in enumerate(cache.held):
-            there = held.at[buffer]
+        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+            there = held.at[buffer, :, : pages.shape[2]] if cache.paired else held.at[buffer]
             copy: Copy = pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer])
             copy.wait()
 
@@ -192,30 +246,65 @@ def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile
         _for_each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
 
 
+def is_whole(cache: PageCache, blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:
+    """Check whether a block has all of its pages; the last block of a tile may have fewer."""
+    return blocks.end[tile] - (blocks.slot[tile] + block * cache.block_pages) >= cache.block_pages
+
+
+def build_starts(
+    cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar
+) -> Callable[[int, int], None]:
+    """Build the function that starts part `number` of the copies of a whole block, divided into `of` parts."""
+    buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
+    entry = _find_entry(cache, tiles, blocks, tile, block)
+
+    def start(number: int, of: int) -> None:
+        for at in range(number * block_pages // of, (number + 1) * block_pages // of):
+            for copy in _list_copies(cache, buffer, entry, at):
+                copy.start()
+
+    return start
+
+
 def _for_each_page(
     cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar, do: Callable[[Copy], None]
 ) -> None:
-    size, block_pages = cache.page_size, cache.block_pages
-    buffer = find_buffer(blocks, tile, block)
-    slot = blocks.slot[tile] + block * block_pages
-    entry = tiles.sequence[tile] * cache.pages_per_seq + slot
+    buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
+    entry = _find_entry(cache, tiles, blocks, tile, block)
 
     def keys_and_values(number: Scalar, _: None) -> None:
-        page = cache.page_indices[entry + number]
-        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
-            whole = len(held.shape) > len(pages.shape)
-            place = held.at[buffer, number] if whole else held.at[buffer, pl.ds(number * size, size)]
-            do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+        for copy in _list_copies(cache, buffer, entry, number):
+            do(copy)
 
     def several(number: Scalar, _: None) -> None:
         for n in range(PAGES_AT_ONCE):
             keys_and_values(number * PAGES_AT_ONCE + n, None)
 
     # Entries past the last page that a query sees may hold any value, and are never read.
+    slot = blocks.slot[tile] + block * block_pages
     pages = jnp.minimum(blocks.end[tile] - slot, block_pages)
     together = pages // PAGES_AT_ONCE if block_pages >= PAGES_AT_ONCE else jnp.int32(0)
     lax.fori_loop(jnp.int32(0), together, several, None)
     lax.fori_loop(together * PAGES_AT_ONCE, pages, keys_and_values, None)
+
+
+def _find_entry(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:
+    """Find the index in the flat page table of a block's first page."""
+    return tiles.sequence[tile] * cache.pages_per_seq + blocks.slot[tile] + block * cache.block_pages
+
+
+def _list_copies(cache: PageCache, buffer: Scalar, entry: Scalar, number: Scalar) -> list[Copy]:
+    """List the copies of a block's page `number`, one for each array of pages; `entry` is that of the first page."""
+    page, size, copies = cache.page_indices[entry + number], cache.page_size, []
+    for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+        if cache.paired:
+            place = held.at[buffer, pl.ds(number * size, size), : pages.shape[2]]
+        elif len(held.shape) > len(pages.shape):
+            place = held.at[buffer, number]
+        else:
+            place = held.at[buffer, pl.ds(number * size, size)]
+        copies.append(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+    return copies
 
 
 def start_rows(results: Results, tiles: QueryTiles, tile: Scalar) -> None:

@@ -15,11 +15,15 @@ With latents all query heads form one group, and the first coordinates of a late
 serves as keys and as values where it was copied to, and is not split by head. A tile then has many rows, which are
 computed `block_rows` at a time.
 
+A page interleaves heads by token. In bf16, a row of 32-bit words holds two heads, and the words of one pair are loaded
+where they lie (`impls.paged.page_copies.load_pair`). Other blocks are split by head first.
+
 z and m are in units of log 2, and l is kept separately for each lane until the end, as in `impls.splash_tpu.forward`.
 Between heads, the softmax is passed in values instead of references. No mask is applied where every query sees the
-whole block. With these three, four heads over 512 keys take 841 cycles for one query and 2,309 for 32 queries; without
-them, 1,789 and 4,803 (compiler's schedule on v5e, libtpu 0.0.42.1, depth 128, bf16, eight query heads per key/value
-head).
+whole block. For a single query, the products of eight heads are issued before their softmax, and the copies of the next
+block are started among them. A block of 512 keys then takes 1,011 cycles, with the start of 64 copies (compiler's
+schedule on v5e, libtpu 0.0.50.1, depth 128, bf16, eight query heads for each of eight key/value heads). Products alone
+keep the matrix units busy for 768 of them.
 """
 
 from __future__ import annotations
@@ -43,10 +47,17 @@ from impls.paged.page_copies import (
     PageCache,
     Results,
     build_blocks,
+    build_starts,
     find_buffer,
     find_chip_room,
+    find_pair_stride,
+    holds_pairs,
+    is_whole,
+    load_pair,
+    split_pairs,
     start_block,
     start_rows,
+    take_head,
     wait_for_block,
     wait_for_rows,
 )
@@ -66,7 +77,9 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 TOGETHER = 32
 """Number of tokens whose heads are split at a time."""
 HEADS = 4
-"""Number of heads whose products are computed together, to hide latencies."""
+"""Number of heads whose products are computed together, to hide latencies; twice as many for few rows."""
+FEW_ROWS = 32
+"""Rows of a unit up to which the logits of several units fit registers."""
 
 
 class HeadRefs(NamedTuple):
@@ -87,7 +100,9 @@ class ComputeUnits(NamedTuple):
     total: int
     rows: int  # rows of each unit
     place: Callable[[Any], tuple[Any, Any]]  # from a unit's number: its head and rows in the arrays of `HeadRefs`
-    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # from a unit's number: keys [block, H] and values [block, V]
+    # From a unit's number, and whether that is odd: its keys [block, H].
+    keys: Callable[[Any, int], jax.Array]
+    values: Callable[[Any, int], jax.Array]  # likewise, its values [block, V]
     # `of_keys(number, x)` multiplies x by the scale of each key of a unit, along the last axis; `of_values` by the
     # scale of each value. Without scales both return x.
     of_keys: Callable[[Any, Any], Any] = lambda number, x: x
@@ -130,18 +145,45 @@ def compute_tile(
     def take(size: int) -> None:
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
+    # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
+    may_overlap = cache.paired and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+
+    def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
+        low, high = find_key_range(plan, tile.position)
+        sees_all = (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
+        known = jnp.minimum(next_tile, blocks.end.shape[0] - 1)
+        return sees_all & (next_tile < tiles.total) & is_whole(cache, blocks, known, next_block)
+
     def with_block(block: Scalar, _: None) -> None:
         ends = block + 1 == blocks.length[number]
         # The next block is copied to the buffer of the previous block, which is no longer needed.
         next_tile = jnp.where(ends, blocks.following[number], number)
         next_block = jnp.where(ends, 0, block + 1)
-        pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
-        wait_for_block(cache, tiles, blocks, number, block)
+        follows = next_tile < tiles.total
         start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
         buffer = find_buffer(blocks, number, block)
-        take_block = _zero_unseen_latents if heads.k is None else _split_heads
-        take_block(plan, tile, cache, heads, buffer, start)
-        tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+
+        overlapping = overlaps(start, next_tile, next_block) if may_overlap else None
+        alone = follows if overlapping is None else follows & jnp.logical_not(overlapping)
+        pl.when(alone)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
+        wait_for_block(cache, tiles, blocks, number, block)
+        if not cache.paired:
+            take_block = _zero_unseen_latents if heads.k is None else _split_heads
+            take_block(plan, tile, cache, heads, buffer, start)
+
+        def add_and_copy() -> None:
+            units = _list_units(plan, cache, heads, buffer, count_rows(plan, 1, group), None)
+            start_pages = build_starts(cache, tiles, blocks, next_tile, next_block)
+            _add_units(plan, heads, units, cache.block, lambda n, z: z, start_pages)
+
+        def add() -> None:
+            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+
+        if overlapping is None:
+            add()
+        else:
+            pl.when(overlapping)(add_and_copy)
+            pl.when(jnp.logical_not(overlapping))(add)
 
     tile.sized(take)
     tile.sized(functools.partial(_clear, plan, tile, heads))
@@ -225,11 +267,32 @@ def _zero_unseen_latents(
         lax.fori_loop(jnp.int32(0), jnp.int32(cache.block_pages), page, None)
 
 
-def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scalar, rows: int) -> ComputeUnits:
-    """List the units of a block: its heads, or groups of rows of a tile of latents."""
+def _list_units(
+    plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scalar, rows: int, seen: Callable[[Any], Any] | None
+) -> ComputeUnits:
+    """List the units of a block: its heads, or groups of rows of a tile of latents.
+
+    Args:
+      seen: whether some query sees the key with an index in the block; None if every query sees all keys.
+    """
+    total = heads.q.shape[0]
+    if cache.paired:
+
+        def keys(h: Any, odd: int) -> jax.Array:
+            return take_head(load_pair(cache, 0, buffer, h // 2), odd)
+
+        def values(h: Any, odd: int) -> jax.Array:
+            pair = load_pair(cache, 1, buffer, h // 2)
+            if seen is not None:
+                # Values that no query sees may be NaN, and 0 * NaN is not 0.
+                pair = jnp.where(seen(lax.broadcasted_iota(jnp.int32, pair.shape, 0)), pair, jnp.uint32(0))
+            return take_head(pair, odd)
+
+        return ComputeUnits(total, rows, lambda h: (h, slice(rows)), keys, values)
     if heads.k is not None:
-        total = heads.k.shape[0]
-        units = ComputeUnits(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        units = ComputeUnits(
+            total, rows, lambda h: (h, slice(rows)), lambda h, odd: heads.k[h], lambda h, odd: heads.v[h]
+        )
         if heads.scales is None:
             return units
         return units._replace(
@@ -238,12 +301,18 @@ def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scal
         )
     some = min(rows, plan.block_rows)
 
-    def latents(number: Scalar) -> tuple[jax.Array, jax.Array]:
-        del number
-        k = cache.held[0][buffer].reshape(cache.block, -1)
-        return k, k[:, : plan.value_dim]
+    def latents(number: Scalar, odd: int) -> jax.Array:
+        del number, odd
+        return cache.held[0][buffer].reshape(cache.block, -1)
 
-    return ComputeUnits(rows // some, some, lambda n: (0, pl.ds(pl.multiple_of(n * some, some), some)), latents)
+    def values_of_latents(number: Scalar, odd: int) -> jax.Array:
+        k = latents(number, odd)
+        return k[:, : plan.value_dim]
+
+    def place(number: Scalar) -> tuple[Any, Any]:
+        return 0, pl.ds(pl.multiple_of(number * some, some), some)
+
+    return ComputeUnits(rows // some, some, place, latents, values_of_latents)
 
 
 def _add_block(
@@ -251,7 +320,8 @@ def _add_block(
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
-    units = _list_units(plan, cache, heads, buffer, rows)
+    list_units = functools.partial(_list_units, plan, cache, heads, buffer, rows)
+    units = list_units(None)
     shape = (units.rows, block)
 
     def sees(first: Scalar) -> jax.Array:
@@ -266,8 +336,11 @@ def _add_block(
         def masked(number: Scalar, z: jax.Array) -> jax.Array:
             return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # equation (3)
 
-        _add_units(plan, heads, units, block, masked)
+        of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
+        _add_units(plan, heads, of_tile, block, masked)
 
+    first, _ = find_key_range(plan, tile.position)
+    _, end = find_key_range(plan, tile.position + (tile.queries - 1))
     low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
     _, high = find_key_range(plan, tile.position)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
@@ -275,30 +348,50 @@ def _add_block(
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
 
-def _add_units(
-    plan: PagedPlan, heads: HeadRefs, units: ComputeUnits, block: int, masked: Callable[[Any, jax.Array], jax.Array]
-) -> None:
-    """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit."""
-    depth_v = heads.out.shape[2]
-    several = HEADS if units.total % HEADS == 0 else 1
+def _count_together(units: int, rows: int) -> int:
+    """Count the units that are computed together; it divides the number of all units."""
+    most = 2 * HEADS if rows <= FEW_ROWS else HEADS
+    return next(some for some in (most, HEADS, 2, 1) if units % some == 0)
 
-    def products_of(number: Scalar) -> jax.Array:
-        return multiply_tiles(heads.q[units.place(number)], units.keys(number)[0], (1, 1))  # [rows, block]
+
+def _add_units(
+    plan: PagedPlan,
+    heads: HeadRefs,
+    units: ComputeUnits,
+    block: int,
+    masked: Callable[[Any, jax.Array], jax.Array],
+    start_pages: Callable[[int, int], None] = lambda number, of: None,
+) -> None:
+    """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit.
+
+    If units have few rows, the products of all units that are computed together are issued first.
+
+    Args:
+      start_pages: function that starts a part of the copies of the next block: part `number` of `of` parts. It needs
+        all units to be computed together.
+    """
+    depth_v = heads.out.shape[2]
+    several = _count_together(units.total, units.rows)
+    ahead = several if units.rows <= FEW_ROWS else 1
+
+    def products_of(number: Scalar, n: int) -> jax.Array:
+        return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
         # Values, not references, between units: the compiler does not reorder stores and loads.
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
-        coming = products_of(these[0])
+        coming = [products_of(this, n) for n, this in enumerate(these[:ahead])]
         for n, this in enumerate(these):
-            products, (before, total, acc) = coming, softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
-            if n + 1 < several:
-                coming = products_of(these[n + 1])
+            start_pages(n, several)
+            products, (before, total, acc) = coming[n], softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
+            if n + ahead < several:
+                coming.append(products_of(these[n + ahead], n + ahead))
             z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
             z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
-            values = units.keys(this)[1]  # [block, V]
+            values = units.values(this, n % 2)  # [block, V]
             acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
                 units.of_values(this, weights).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)
@@ -345,7 +438,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
     arrays = (q, *_list_pages(operands))
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
-    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1)
+    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
     out, statistics = pl.pallas_call(
@@ -364,7 +457,10 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
             scratch_shapes=_build_scratch(plan, operands),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=find_chip_room().vmem
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=find_chip_room().vmem,
+            # Checks of every copy would take 24 cycles instead of 5 to start one. Interpreters still check bounds.
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="paged_attention",
@@ -388,6 +484,8 @@ def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
     """List the arrays that are copied page by page. Latents lose the axis of heads, so that tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
+    if holds_pairs(operands):
+        return split_pairs(operands.k_pages), split_pairs(operands.v_pages)
     scales = () if operands.page_scales is None else (operands.page_scales,)
     return operands.k_pages, operands.v_pages, *scales
 
@@ -402,6 +500,10 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     depth_v = _get_value_depth(plan, operands)
     if operands.v_pages is None:
         held = [pltpu.VMEM((NUM_BUFFERS, plan.block_pages, page_size, depth), dtype)]
+        scratch: list[Any] = []
+    elif holds_pairs(operands):
+        stride = find_pair_stride(num_kv_heads)
+        held = [pltpu.VMEM((NUM_BUFFERS, block, stride, 2, width), dtype) for width in (depth, depth_v)]
         scratch = []
     else:
         stored = operands.k_pages.dtype
@@ -422,7 +524,9 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     ]
 
 
-def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any, *refs: Ref) -> None:
+def _kernel(
+    plan: PagedPlan, pages_per_seq: int, copied: int, interpret: Interpret, page_indices: Any, *refs: Ref
+) -> None:
     scalars, (q, *arrays) = refs[: _NUM_TILE_LISTS + _NUM_BLOCK_LISTS], refs[_NUM_TILE_LISTS + _NUM_BLOCK_LISTS :]
     pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
@@ -432,7 +536,15 @@ def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any,
         QueryTiles(steps, *scalars[:_NUM_TILE_LISTS]),
         PageBlocks(*scalars[_NUM_TILE_LISTS:]),
         q,
-        PageCache(page_indices, tuple(pages), tuple(held), arrived, pages_per_seq, plan.block_pages),
+        PageCache(
+            page_indices,
+            tuple(pages),
+            tuple(held),
+            arrived,
+            pages_per_seq,
+            plan.block_pages,
+            reshapes=isinstance(interpret, bool),
+        ),
         HeadRefs(*heads),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )

@@ -132,6 +132,7 @@ def test_what_is_not_known_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> No
         ("%s1 = scalar_select /*predicate=*/%p1, /*on_true=*/1, /*on_false=*/[#allocation7]",
          [("s1", "scalar_select", ("%p1", "1", "[#allocation7]"), "", "")]),
         ("%s1 = sld [smem:[#allocation0]] /* core id */", [("s1", "/* core id */", (), "", "")]),
+        ("%s1 = scalar_lea.smem %s2, %s3 [#allocation4]", [("s1", "scalar_lea.smem", ("%s2", "%s3"), "", "")]),
         ("%v1 = vadd.f32 %v2, %v3  ;;  nop", []),
     ],
 )  # fmt: skip
@@ -186,6 +187,20 @@ def test_the_lists_of_a_call_are_found_through_calls_and_what_crosses_is_counted
     assert (call.name, call.grid) == ("visits", (4,))
     np.testing.assert_array_equal(call.lists[0], places + 1)
     assert call.hbm_bytes == 2 * 3 * 8 * 128 * 4  # 0, 1 and 0 again, read and written
+
+
+@pytest.mark.parametrize("space", [pl.ANY, pltpu.HBM])
+def test_arrays_that_stay_in_hbm_are_no_blocks(space: Any) -> None:
+    def copy(x: jax.Array, out: jax.Array, semaphore: Any) -> None:
+        pltpu.make_async_copy(x, out, semaphore).start()
+        pltpu.make_async_copy(x, out, semaphore).wait()
+
+    spec, shape = pl.BlockSpec(memory_space=space), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    call = pl.pallas_call(
+        copy, in_specs=[spec], out_specs=spec, out_shape=shape, scratch_shapes=[pltpu.SemaphoreType.DMA(())]
+    )
+    (found,) = pallas_calls.find_pallas_calls(jax.jit(call).trace(shape).jaxpr)
+    assert found.hbm_bytes == 0
 
 
 def test_a_grid_is_known_whose_length_a_loop_finds() -> None:

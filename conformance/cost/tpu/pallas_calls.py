@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
 _MAX_ELEMENTS = 2**22
@@ -24,6 +26,8 @@ _MAX_STEPS = 2**20
 _CALL_PRIMITIVES = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 )
+_UNMOVED = (pl.ANY, pltpu.HBM)
+"""Memory spaces of operands that Pallas leaves where they are."""
 _TILE = re.compile(r"\(([\d,]+)\)")
 
 
@@ -156,7 +160,8 @@ def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
 def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.ndarray]) -> int | None:
     """Count the bytes of blocks that Pallas moves between HBM and the kernel; None if the number is not known.
 
-    Pallas moves a block in each step that uses another block of the array than the step before.
+    Pallas moves a block in each step that uses another block of the array than the step before. It moves nothing of
+    arrays that stay in HBM, from which a kernel copies by itself.
 
     Args:
       lists: the scalar operands, on which the index of a block may depend.
@@ -166,6 +171,8 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
         return None
     total = 0
     for block in mapping.block_mappings:
+        if block.block_aval.memory_space in _UNMOVED:
+            continue
         told = f"{block.index_map_jaxpr} {block.block_shape}"
         crossings = _count_crossings(_BlockAccess(told, grid, tuple(map(np.ndarray.tobytes, lists)), block, lists))
         if crossings is None:

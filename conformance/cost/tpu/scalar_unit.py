@@ -61,6 +61,8 @@ _TARGET = re.compile(r"target bundleno = (\d+)")
 _ARGUMENT_TEXT = re.compile(r"\[smem:\[[^\]]*\]\]|\[[^\]]*\]|!?%\w+|(?<![\w.])-?\d+\b")
 _NAME = re.compile(r"%(\w+)")
 _SYMBOL = re.compile(r"#\w+")
+# An operand may be followed by the name of the allocation that it points into, which is no operand.
+_ALLOCATION = re.compile(r"(?<=\w) \[#\w+\]")
 _ARGUMENT = re.compile(r"index: (\d+), kind: input")
 _VALUE, _ADDRESS, _CORE = "operand", "address of operand", "/* core id */"
 
@@ -84,7 +86,7 @@ def _parse_instruction(text: str) -> ScalarInstruction | None:
         return number and ScalarInstruction(result, _VALUE if "<no memory space>" in text else _ADDRESS, (number[1],))
     condition = _CONDITION.search(rest)
     asked, otherwise = (condition[1] + condition[2], condition[3] or "") if condition else ("", "")
-    rest = rest.replace(condition[0], "", 1) if condition else rest
+    rest = _ALLOCATION.sub("", rest.replace(condition[0], "", 1) if condition else rest)
     target = _TARGET.search(rest)
     given = (target[1],) if target else tuple(_ARGUMENT_TEXT.findall(rest))
     return ScalarInstruction(result, code, given, asked, otherwise)

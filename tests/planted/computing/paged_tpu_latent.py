@@ -39,8 +39,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-tpu-latent-values-of-the-rank-filled-up-by-the-rotary-part",
         Change(
             "paged_tpu",
-            "return k, k[:, : plan.value_dim]",
-            "return k, jnp.concatenate([k[:, : 2 * plan.value_dim - k.shape[1]], k[:, plan.value_dim :]], axis=1)",
+            "return k[:, : plan.value_dim]",
+            "return jnp.concatenate([k[:, : 2 * plan.value_dim - k.shape[1]], k[:, plan.value_dim :]], axis=1)",
         ),
         kind="latent read",
         reference="inferred: a block of lanes that lies over the border of rank and rotary part",
@@ -49,7 +49,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-values-of-the-other-buffer",
-        Change("paged_tpu", "return k, k[:,", "return k, cache.held[0][1 - buffer].reshape(cache.block, -1)[:,"),
+        Change("paged_tpu", "k = latents(number, odd)", "k = cache.held[0][1 - buffer].reshape(cache.block, -1)"),
         kind="pipeline.parity",
         reference="inferred: keys by the buffer of the block, values by that of the one on its way",
         shows="races out",
@@ -57,7 +57,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-block-of-the-other-buffer",
-        Change("paged_tpu", "k = cache.held[0][buffer]", "k = cache.held[0][1 - buffer]"),
+        Change("paged_tpu", "return cache.held[0][buffer]", "return cache.held[0][1 - buffer]"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="races out logsumexp max_logits",
@@ -67,8 +67,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-tpu-latent-last-heads-left-out",
         Change(
             "paged_tpu",
-            "ComputeUnits(rows // some, some, lambda n",
-            "ComputeUnits(max(rows // some - 1, 1), some, lambda n",
+            "ComputeUnits(rows // some, some, place",
+            "ComputeUnits(max(rows // some - 1, 1), some, place",
         ),
         kind="heads.tile",
         reference="inferred from kernels whose tile of heads is that of one matrix unit",
@@ -90,7 +90,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-pages-one-place-late",
-        Change("page_copies", "held.at[buffer, number] if", "held.at[buffer, jnp.maximum(number - 1, 0)] if"),
+        Change("page_copies", "held.at[buffer, number]\n", "held.at[buffer, jnp.maximum(number - 1, 0)]\n"),
         kind="pipeline.place",
         reference="inferred: the place of a page in its block counted from one",
         shows="races forward out logsumexp max_logits",

@@ -34,7 +34,11 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-scales-not-awaited",
-        Change("page_copies", "for n, held in enumerate(cache.held):", "for n, held in enumerate(cache.held[:2]):"),
+        Change(
+            "page_copies",
+            "zip(cache.pages, cache.held, strict=True)):\n            there",
+            "zip(cache.pages[:2], cache.held[:2], strict=True)):\n            there",
+        ),
         kind="pipeline.missing-wait",
         reference="inferred: one wait for the bytes of keys and one for those of values, and scales forgotten",
         shows="races out logsumexp max_logits forward",
