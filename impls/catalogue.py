@@ -42,6 +42,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_gpu_mosaic",
         "paged_update",
         "paged_latent",
+        "paged_latent_update",
         "paged_latent_tpu",
         "paged_quantized",
         "paged_quantized_tpu",

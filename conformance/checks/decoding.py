@@ -12,7 +12,7 @@ import numpy as np
 
 from cases.decoding_cases import PIECES, cut_problem
 from cases.operand_values import Problem
-from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing
+from cases.storage_forms.page_writes import Writing, build_writing
 from cases.storage_forms.server_traces import Step, iter_steps
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
@@ -89,17 +89,20 @@ def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[W
     problems, tokens = [step.problem for step in trace], [writing.tokens for writing in writings]
     results = subject.executor.run(page_write_calls.run_steps, problems, tokens, writings[0].before)
     return tuple(
-        (writing, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
+        (writing, {**_unpack_results(got, step.problem, writing), **{name: got[name] for name in writing.after}})
         for writing, got, step in zip(writings, results, trace, strict=True)
     )
 
 
-def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
-    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
+def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem, writing: Writing) -> dict[str, np.ndarray]:
+    """Unpack results `[total_q, N, ...]`, apart from pages, to `out [B, T, N, V]` and residuals `[B, N, T]`.
+
+    Places without a query hold zeros.
+    """
     assert problem.storage is not None
     places = problem.storage.places
     dense = {}
-    for name in got.keys() - set(PAGE_ARRAYS):
+    for name in got.keys() - writing.after.keys():
         rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
         dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
     return dense

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing, view_bits
+from cases.storage_forms.page_writes import Writing, build_writing, view_bits
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls
 from reports import records
 
-_CONTENTS = {"k_pages": "keys", "v_pages": "values"}
+_CONTENTS = {"k_pages": "keys", "v_pages": "values", "latent_pages": "latents"}
 
 
 def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
@@ -37,7 +37,7 @@ def build_page_writing(subject: Subject) -> Writing:
 
 def judge_pages(writing: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
     """Judge each returned page array by the expected one."""
-    for name in PAGE_ARRAYS:
+    for name in writing.after:
         reason = _describe_difference(name, writing, got[name])
         yield Judgement(observable=name, verdict=records.FAIL if reason else records.PASS, reason=reason)
 
@@ -47,7 +47,7 @@ def _describe_difference(name: str, writing: Writing, got: np.ndarray) -> str:
     expected, before = writing.after[name], writing.before[name]
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"must be {expected.dtype}{list(expected.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
-    differs = (view_bits(got) != view_bits(expected)).any(axis=(2, 3))  # [pages, page_size]
+    differs = _find_different_rows(view_bits(got), view_bits(expected))
     if not differs.any():
         return ""
     missing, stray = differs & writing.written, differs & ~writing.written
@@ -67,14 +67,20 @@ def _describe_first(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> 
     """Describe the first element that differs, in the first of `rows`."""
     page, row = np.argwhere(rows)[0]
     got_bits, expected_bits = view_bits(got)[page, row], view_bits(expected)[page, row]
-    head, depth = np.argwhere(got_bits != expected_bits)[0]
-    at = (page, row, head, depth)
+    element = tuple(np.argwhere(got_bits != expected_bits)[0])  # a head and a coordinate; of latents, a coordinate
+    at = (page, row, *element)
     digits = 2 * got.dtype.itemsize
-    got_element, expected_element = got_bits[head, depth], expected_bits[head, depth]
+    got_element, expected_element = got_bits[element], expected_bits[element]
+    head = f"head {element[0]}, " if len(element) > 1 else ""
     return (
-        f"page {page}, row {row}, head {head}, element {depth} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
+        f"page {page}, row {row}, {head}element {element[-1]} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
         f"must be {float(expected[at]):.6g} (0x{expected_element:0{digits}x})"
     )
+
+
+def _find_different_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return whether two arrays of pages `[pages, page_size, ...]` differ in each row, `[pages, page_size]`."""
+    return (one != other).any(axis=tuple(range(2, one.ndim)))
 
 
 def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -> str:
@@ -86,5 +92,5 @@ def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -
 def _describe_misplaced(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
     """Return a remark that names the row where the first missing row's content is instead, or ""."""
     page, row = np.argwhere(rows)[0]
-    matches = np.argwhere((view_bits(got) == view_bits(expected)[page, row]).all(axis=(2, 3)))
+    matches = np.argwhere(~_find_different_rows(view_bits(got), view_bits(expected)[page, row]))
     return f"; what must be there is in page {matches[0][0]}, row {matches[0][1]}" if len(matches) else ""

@@ -78,11 +78,12 @@ def build_implementation(
     """
     signature = _get_signature(function, name)
     form = _find_storage_form(signature, name)
-    writes = form is FORMS["paged"] and plain_storage.is_page_writer(signature)
+    writes = plain_storage.find_write_form(signature, form)
     operands = ("q", "k", "v") if form is None else form.operands
     known = _OPTIONS if form is None else form.parameters
-    if writes:
-        known = plain_storage.list_writer_options(signature)
+    if form is not None and writes is not None:
+        known = plain_storage.list_writer_options(signature, form, writes)
+        operands = () if form.is_tied else operands  # all of them are passed by name
     parameters = _find_options(signature, name, known, operands)
     declaration = get_declaration(function)
     if parameters.issuperset(_DROPOUT):  # the key decides, so a mask gets nothing, unless it is declared
@@ -149,8 +150,8 @@ def build_implementation(
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
         if declaration.negative_ids == "padding" and "segment_ids" in given:
             given["segment_ids"] = _mark_padding(*given["segment_ids"])
-        if writes:
-            return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
+        if writes is not None:
+            return plain_storage.call_page_writer(invoke, signature, writes, operands, {**explicit, **given})
         run = invoke
         if axes:
             from conformance.execution.context_calls import bind_devices  # imports JAX
@@ -197,7 +198,7 @@ def build_implementation(
         **{**declaration.select(Behaviour), **({"dropout_mask": "given"} if "dropout_mask" in parameters else {})},
         lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
-        writes_pages=writes,
+        writes_pages=writes is not None,
         refuses_by_signature=True,
         devices=_CONTEXT_DEVICES if axes else 1,
         on_devices=(lambda count, vma: functools.partial(call, devices=count, check_vma=vma)) if axes else None,
@@ -364,7 +365,7 @@ def _strip_annotations(signature: inspect.Signature) -> inspect.Signature:
 
 def _find_storage_form(signature: inspect.Signature, name: str) -> StorageForm | None:
     parameters = list(signature.parameters)
-    form = find_form(parameters)
+    form = FORMS["latent_pages"] if plain_storage.find_latent_writes(parameters) else find_form(parameters)
     for other in FORMS.values():
         if not other.marks and not other.is_dense and other.operands[1] in parameters and form is not other:
             raise NotAnAttentionFunction(

@@ -37,16 +37,19 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
     raise WrongReturn(f"{_RESIDUALS_MUST}, and returned {_describe_value(returned)}")
 
 
-def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`."""
-    arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
-    fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
-    fits = fits and all(_is_array(returned[n]) for n in arrays)
-    if fits:
+def check_pages(returned: Any, pools: tuple[str, ...], *, save_residuals: bool) -> tuple[Any, ...]:
+    """Return the value of a call that writes pages, if it is `out`, any residuals, and pages. Raises `WrongReturn`.
+
+    Args:
+      pools: the names of the arrays of pages, in order.
+    """
+    first = 2 if save_residuals else 1
+    fits = isinstance(returned, tuple) and len(returned) == first + len(pools)
+    if fits and all(map(_is_array, (returned[0], *returned[first:]))):
         return tuple(returned)
-    must = "(out, k_pages, v_pages)"
+    must = f"(out, {', '.join(pools)})"
     if save_residuals:
-        must = "(out, {'logsumexp': ..., 'max_logits': ...}, k_pages, v_pages) with save_residuals=True"
+        must = f"(out, {{'logsumexp': ..., 'max_logits': ...}}, {', '.join(pools)}) with save_residuals=True"
     raise WrongReturn(f"a call that writes pages must return {must}, and returned {_describe_value(returned)}")
 
 

@@ -5,8 +5,8 @@ tables of a storage layout. It gathers the operands to the places that the table
 the results back in their dense places. All of this is traced with the call, so gradients come back dense too. So the
 oracle, the bounds and every check work on the dense problem.
 
-A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. This module builds pages for each call
-and ignores the returned ones. `conformance.executor_tasks.page_write_calls` returns the written pages to checks.
+A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`, or has the operands of another form
+(`cases.storage_forms.page_writes.WRITE_FORMS`). This module builds pages for each call and ignores the returned ones. `conformance.executor_tasks.page_write_calls` returns the written pages to checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from cases import quantization
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.page_writes import clear_written, find_slots
+from cases.storage_forms.page_writes import WRITE_FORMS, clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -122,16 +122,21 @@ class LatentCall:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
         """Make the call with `k [B, S, 1, H]` as the latent; `v [B, S, 1, V]` only gives the depth V of values."""
         arranged = self.form.arrange({"k": k})
-        return self.call(q, *arranged.values(), **add_latent_options(q, v.shape[-1], options))
+        return self.call(q, *arranged.values(), **add_latent_options(q.shape[-1], v.shape[-1], options))
 
 
-def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim` and `scale` to the options of a call with a latent.
+def add_latent_options(depth: int, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add `value_dim` and `scale` to the options of a call with a latent of this depth."""
+    return {**options, "value_dim": value_dim, "scale": _choose_latent_scale(depth, options)}
 
-    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
+
+def _choose_latent_scale(depth: int, options: Mapping[str, Any]) -> float:
+    """Return the scale of a call with a latent, which is always passed.
+
+    A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
     """
-    scale = options.get("scale")
-    return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
+    scale: float | None = options.get("scale")
+    return 1 / math.sqrt(depth) if scale is None else scale
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
@@ -195,7 +200,7 @@ class StoredCall:
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
         stored = self.store(q, k, v, storage, padding, kv_scales)
-        *rows, heads, _ = stored["q"].shape
+        rows, heads = storage["q_rows"].shape, q.shape[2]
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
         if not save_residuals:
@@ -229,17 +234,24 @@ class StoredCall:
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
-        tokens = storage["tokens" if self.writes else "held"]
         keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
-        gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
-        pages = {"k_pages": k, "v_pages": v} if self.writes else {}
+        gathered = {name: _gather(x, storage["held"], stale, added.get(name)) for name, x in keys.items()}
+        arranged, queries = self.form.arrange(gathered), self.pack_queries(q, storage, added.get("q"))
+        if self.writes:
+            made = WRITE_FORMS[self.form.name]
+            new = self.form.arrange({name: _gather(x, storage["tokens"], stale) for name, x in keys.items()})
+            return {
+                **made.name_queries(queries, v.shape[-1]),
+                **made.name_tokens(tuple(new.values()), v.shape[-1]),
+                **dict(zip(made.pools, arranged.values(), strict=True)),
+                **self.select_tables(storage),
+            }
         scales = (
             {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
         )
         return {
-            "q": self.pack_queries(q, storage, added.get("q")),
-            **self.form.arrange(gathered),
-            **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
+            "q": queries,
+            **arranged,
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
             **self.select_tables(storage),
         }
@@ -258,7 +270,9 @@ class StoredCall:
 
     def bind_depth(self, value_dim: int) -> Callable[..., Any]:
         """Return the kernel's call, with all arguments by keyword, for values of the depth `value_dim`."""
-        return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
+        if self.form.is_tied and not self.writes:
+            return functools.partial(self._call_tied, value_dim)
+        return self.call_by_keyword
 
     def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
@@ -270,17 +284,24 @@ class StoredCall:
         out, residuals, _ = self.write(**arguments)
         return out if residuals is None else (out, residuals)
 
-    def write(
-        self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
+    def write(self, *, save_residuals: bool = False, **arguments: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`.
+
+        `arguments` are all arguments of the call by name, the stored operands too.
+        """
+        made = WRITE_FORMS[self.form.name]
+        operands = {name: arguments.pop(name) for name in made.operands}
+        if self.form.is_tied:
+            depth = sum(operands[name].shape[-1] for name in made.queries)
+            arguments["scale"] = _choose_latent_scale(depth, arguments)
         asked = {"save_residuals": True} if save_residuals else {}
-        returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
-        *first, keys, values = returned_values.check_pages(returned, save_residuals=save_residuals)
-        return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
+        returned = self.call(*operands.values(), **arguments, **asked)
+        found = returned_values.check_pages(returned, made.pools, save_residuals=save_residuals)
+        pools = dict(zip(made.pools, found[-len(made.pools) :], strict=True))
+        return found[0], found[1] if save_residuals else None, pools
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
-        return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
+        return self.call_by_keyword(q=q, **add_latent_options(q.shape[-1], value_dim, arguments))
 
     def _restore(self, name: str, x: Any, shape: tuple[int, ...], places: Any, absent: Any) -> jax.Array:
         """Gather a result for stored queries, `[*rows, N, ...]`, into its dense form `[B, T, N, ...]`.

@@ -40,6 +40,7 @@ from cases.operand_registry import FURTHER_RESULTS, GRADIENTS, OPTIONAL, RESIDUA
 from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.page_writes import WRITE_FORMS
 from cases.storage_forms.stored_cases import find_refusal, lower_sides
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.declarations import (
@@ -161,7 +162,8 @@ class Implementation(Behaviour):
       storage: the name of a storage form (`cases.storage_forms.form_registry`), if `call` takes its operands in that
         form (docs/contract.md, section 8) and in no other; None for dense operands. The mask reaches stored calls as
         `causal` or `window`, except for dense latents. The gradient of a latent is `dk`.
-      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
+      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well; or
+        if a `"latent_pages"` call is `call(q_nope, q_pe, c_kv, k_pe, latent_pages, ...)`, and does.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       tunable: settings such as block sizes that `python -m conformance tune` may choose.
       variants: by name, other calls that must give the same results, for example with other block sizes or schedules.
@@ -240,8 +242,8 @@ class Implementation(Behaviour):
         """Refuse declarations that contradict the storage form, and set those that follow from it."""
         if name is not None and name not in FORMS:
             raise ValueError(f"storage must be one of {', '.join(map(repr, (*FORMS, None)))}, got {name!r}")
-        if self.writes_pages and name != "paged":
-            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {name!r}")
+        if self.writes_pages and name not in WRITE_FORMS:
+            raise ValueError(f"{self.name}: writes_pages needs storage {' or '.join(map(repr, WRITE_FORMS))}, got {name!r}")
         if name is None:
             return
         form = FORMS[name]
