@@ -19,10 +19,11 @@ import numpy as np
 
 from cases import front_ends, mask_spec, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
+from cases.masks import FIRST_TOKENS
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
-from cases.storage_forms.mask_sides import find_kv_lengths, find_sides
+from cases.storage_forms.mask_sides import find_first_tokens, find_kv_lengths, find_sides
 from cases.storage_forms.storage_form import StorageSpec
 
 
@@ -107,6 +108,12 @@ class Case(CaseFields):
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         return find_kv_lengths(mask, self.batch, self.kv_length)
 
+    @functools.cached_property
+    def first_tokens(self) -> int:
+        """The number of first tokens of each sequence that all its queries see, besides a window."""
+        mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        return find_first_tokens(mask)
+
     @property
     def id(self) -> str:
         """The readable id; `parse_case_id(case.id) == case`."""
@@ -169,7 +176,7 @@ class Case(CaseFields):
             return tuple(mask_spec.list_mask_features(self.mask))
         if seen.left is None and seen.right in (None, 0):
             return ("causal" if seen.is_causal else "full",)
-        return ("window",)
+        return ("window", FIRST_TOKENS) if seen.first else ("window",)
 
 
 FEATURES: dict[str, str] = {

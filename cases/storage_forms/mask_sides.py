@@ -12,10 +12,14 @@ from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_con
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """The number of keys that a query sees to the left and to the right of its own position; None if it sees all."""
+    """The number of keys that a query sees to the left and to the right of its own position; None if it sees all.
+
+    `first` is the number of keys at the beginning of the sequence that it sees too, however far they lie to the left.
+    """
 
     left: int | None = None
     right: int | None = None
+    first: int = 0
 
     @property
     def is_causal(self) -> bool:
@@ -27,6 +31,11 @@ def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
     """Return the number of keys of each sequence: the mask's lengths if it has any, otherwise `kv_length` for all."""
     found = [part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)]
     return found[0] if found else (kv_length,) * batch
+
+
+def find_first_tokens(mask: Mask) -> int:
+    """Return how many first tokens of each sequence a mask of stored sequences shows besides its window."""
+    return max((part.first for part in list_conjuncts(mask) if isinstance(part, OwnWindow)), default=0)
 
 
 def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
@@ -45,9 +54,14 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
             ends = (kv_length,) * len(part.positions) if lengths is None else lengths
             if tuple(n - q_length for n in ends) != part.positions:
                 return None
-            found = _intersect(found, Sides(part.left, 0))
+            if found.left is not None and part.first != found.first:
+                return None
+            found = dataclasses.replace(_intersect(found, Sides(part.left, 0)), first=part.first)
         elif lengths is None and isinstance(part, Causal | Window) and part.offset == kv_length - q_length:
-            found = _intersect(found, Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right))
+            other = Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right)
+            if found.first and other.left is not None:
+                return None
+            found = dataclasses.replace(_intersect(found, other), first=found.first)
         else:
             return None
     return found

@@ -18,6 +18,7 @@ from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.page_writes import find_write_refusal
+from cases.storage_forms.storage_form import FIRST_PARAMETER
 
 
 def lower_sides(
@@ -40,7 +41,8 @@ def lower_sides(
         raise NotImplementedError(f"mask: a {form} call has no such mask")
     if sides == Sides() or (is_cache and sides.left is None):
         return {}, {}
-    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right)}), {}
+    first = {FIRST_PARAMETER: sides.first} if sides.first else {}
+    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right), **first}), {}
 
 
 def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
@@ -68,6 +70,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):
         return f"{case.mask}: the masks of a {form} call must count keys from each query's own position"
+    if sides.first and FIRST_PARAMETER not in described.parameters:
+        return f"first_tokens: a {form} call keeps no first tokens"
     return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
 
 
@@ -87,4 +91,6 @@ def list_other_masks(case: Case) -> tuple[str, ...]:
     if (masks := load_form_cases(case.stored.form).other_masks) is not None:
         return masks
     ends = "-".join(map(str, case.kv_lengths))
+    if case.first_tokens:  # the tokens that the storage keeps
+        return tuple(f"own-l{left}-f{case.first_tokens}-{ends}" for left in (9, 2))
     return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cases.case import OPT_IN, Case
+from cases.masks import FIRST_TOKENS
 from cases.masks.mask_functions import MaskFunction
 from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -30,7 +31,7 @@ from cases.parameter_names import is_tuning
 from cases.quantization import PAGES_HOLD
 from cases.score_functions import FormulaScore, Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import FIRST_PARAMETER, StorageForm
 from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
@@ -179,6 +180,7 @@ def build_implementation(
         | (parameters & {"moba"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
+        | ({FIRST_TOKENS} if FIRST_PARAMETER in parameters else set())
         | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             reachable,
@@ -405,7 +407,9 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT, *plain_storage.SCALE_PARAMETERS})
+        return named | (
+            frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT, *plain_storage.SCALE_PARAMETERS, FIRST_PARAMETER}
+        )
     return named
 
 

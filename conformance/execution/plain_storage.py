@@ -5,8 +5,8 @@
 - A function need not take `num_seqs`. Without it, table entries past the last sequence describe sequences that have no
   queries and no keys.
 - A paged function with all of `k`, `v`, `k_pages` and `v_pages` writes pages. It gets these four by name, in any order.
-- A function with `c_kv`, `k_pe` and `latent_pages`, or with `latent` and `latent_pages`, writes latents into pages. It gets
-  all operands by name.
+- A function with `c_kv`, `k_pe` and `latent_pages`, or with `latent` and `latent_pages`, writes latents into pages. It
+  gets all operands by name.
 - A function with a pair of parameters for scales takes caches with such scales. It takes caches without scales only if
   both parameters have defaults.
 """
@@ -25,7 +25,7 @@ from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import WRITE_FORMS, WriteForm
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import FIRST_PARAMETER, StorageForm
 from cases.storage_forms.stored_cases import lower_sides
 
 _PAGED, _LATENTS = WRITE_FORMS["paged"], WRITE_FORMS["latent_pages"]
@@ -43,7 +43,7 @@ def find_latent_writes(parameters: Collection[str]) -> WriteForm | None:
 
 
 def find_write_form(signature: inspect.Signature, form: StorageForm | None) -> WriteForm | None:
-    """Return the operands of a function of a storage form, if it writes pages: it then takes new tokens besides them."""
+    """Return the operands of a function that writes pages, and so takes new tokens besides them; None for others."""
     names = list(signature.parameters)
     if form is FORMS["latent_pages"]:
         return find_latent_writes(names)
@@ -172,6 +172,8 @@ def build_lowering(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
     ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
         static, arrays = lower_sides(mask, batch, num_q_heads, q_length, kv_length, form=form)
+        if FIRST_PARAMETER in parameters:
+            static = {FIRST_PARAMETER: 0, **static}
         if FORMS[form].is_cache and "causal" in parameters:
             return {**static, "causal": True}, arrays
         if "causal" in static and "causal" not in parameters:

@@ -6,7 +6,8 @@ the results back in their dense places. All of this is traced with the call, so 
 oracle, the bounds and every check work on the dense problem.
 
 A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`, or has the operands of another form
-(`cases.storage_forms.page_writes.WRITE_FORMS`). This module builds pages for each call and ignores the returned ones. `conformance.executor_tasks.page_write_calls` returns the written pages to checks.
+(`cases.storage_forms.page_writes.WRITE_FORMS`). This module builds pages for each call and ignores the returned ones.
+`conformance.executor_tasks.page_write_calls` returns the written pages to checks.
 """
 
 from __future__ import annotations

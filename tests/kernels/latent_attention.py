@@ -71,9 +71,8 @@ def writing(
 
         def write_token(token: jax.Array, pool: jax.Array) -> jax.Array:
             j = kv_lens[b] - stop + token
-            page = page_indices[b, j // size]
-            pool = jax.lax.dynamic_update_slice(pool, c_kv[token][None, None], (page, j % size, 0))
-            return jax.lax.dynamic_update_slice(pool, k_pe[token][None, None], (page, j % size, rank))
+            page, row = page_indices[b, j // size], j % size
+            return pool.at[page, row, :rank].set(c_kv[token]).at[page, row, rank:].set(k_pe[token])
 
         return jax.lax.fori_loop(start, stop, write_token, pool)
 
@@ -108,13 +107,43 @@ def writing(
         some = jnp.where(whole > 0, whole, 1)
         found = jnp.einsum("tns,sv->tnv", weights, values, precision=high) / some[..., None]
         new = found, jnp.where(whole > 0, shift + jnp.log(some), -jnp.inf), largest
-        return tuple(
-            jnp.where(mine.reshape(-1, *(1,) * (y.ndim - 1)), x, y) for x, y in zip(new, results, strict=True)
-        )
+        return tuple(jnp.where(mine.reshape(-1, *(1,) * (y.ndim - 1)), x, y) for x, y in zip(new, results, strict=True))
 
     out, lse, top = jax.lax.fori_loop(0, jnp.minimum(num_seqs[0], most), attend_to_sequence, (out, lse, top))
     out = out.astype(q_nope.dtype)
     return (out, {"logsumexp": lse, "max_logits": top}, pool) if save_residuals else (out, pool)
+
+
+def writing_whole(
+    q: jax.Array,  # [total_q, N, H]
+    latent: jax.Array,  # [total_q, H]
+    latent_pages: jax.Array,  # [pages, page_size, H]
+    *,
+    value_dim: int,
+    scale: float,
+    kv_lens: jax.Array,  # [max_seqs]
+    page_indices: jax.Array,  # [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+    window: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    save_residuals: bool = False,
+) -> Any:
+    """Write new latents, each in one array, then attend as `in_pages` does."""
+    tables: Any = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    size = latent_pages.shape[1]
+    sequence = jnp.searchsorted(
+        jnp.where(jnp.arange(len(kv_lens)) < num_seqs[0], cu_q_lens[1:], len(q)), jnp.arange(len(q)), side="right"
+    )
+    sequence = jnp.minimum(sequence, len(kv_lens) - 1)
+    j = kv_lens[sequence] - cu_q_lens[sequence + 1] + jnp.arange(len(q))
+    there = jnp.arange(len(q)) < cu_q_lens[num_seqs[0]]
+    page = jnp.where(there, page_indices[sequence, j // size], len(latent_pages))
+    pool = latent_pages.at[page, j % size].set(latent, mode="drop")
+    options: Any = {"window": window, "soft_cap": soft_cap, "sinks": sinks, "save_residuals": save_residuals}
+    found = in_pages(q, pool, value_dim=value_dim, scale=scale, **tables, **options)
+    return (*found, pool) if save_residuals else (found, pool)
 
 
 @declare(behind_mask="finite")
