@@ -217,9 +217,9 @@ _IN_TEXT = (
         shows="out logsumexp max_logits",
     ),
     _in_text(
-        "text-sequences-past-the-last-written",
-        "fori_loop(0, num_seqs[0], write_sequence",
-        "fori_loop(0, most, write_sequence",
+        "text-padding-counted-as-tokens-of-the-last-sequence",
+        "start, stop = cu_q_lens[b], cu_q_lens[b + 1]",
+        "start, stop = cu_q_lens[b], jnp.where(b + 1 == num_seqs[0], total, cu_q_lens[b + 1])",
         kind=_UNASKED,
         reference="inferred from sgl-project/sglang#36207",
     ),
