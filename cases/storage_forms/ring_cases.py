@@ -152,8 +152,9 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     turns = st.integers(0, 4).map(lambda n: n * slots)
     around = turns | turns.map(lambda n: n + 1) | turns.map(lambda n: max(0, n - 1))
     keys = draw(st.lists(st.integers(0, MAX_DRAWN_LENGTH) | around, min_size=1, max_size=5))
-    widest = st.integers(0, slots - q_length)
-    left = draw(widest if max(keys) > slots else st.just("inf") | widest)
+    first = draw(st.sampled_from((0, 0, 0, *range(1, 5)[: slots - q_length])))
+    widest = st.integers(0, slots - first - q_length)
+    left = draw(widest if first or max(keys) > slots else st.just("inf") | widest)
     heads = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3))))
     head_dim = draw(st.sampled_from((8, 16, 64, 72)))
     ends = "-".join(map(str, keys))
@@ -168,7 +169,7 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         num_kv_heads=heads[1],
         head_dim=head_dim,
         v_head_dim=draw(st.just(head_dim) | st.sampled_from((8, 64))),
-        mask=f"own-l{left}-{ends}",
+        mask=f"own-l{left}-f{first}-{ends}" if first else f"own-l{left}-{ends}",
         soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
