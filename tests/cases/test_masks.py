@@ -67,8 +67,8 @@ def definition(mask: Mask) -> Allowed:
         case Lengths(lengths):
             return lambda b, n, i, j: j < lengths[b]
         case OwnWindow(left, positions, first):
-            return lambda b, n, i, j: j <= positions[b] + i and (
-                left is None or j >= positions[b] + i - left or j < first
+            return lambda b, n, i, j: (
+                j <= positions[b] + i and (left is None or j >= positions[b] + i - left or j < first)
             )
         case HeadWindow(lefts):
             return lambda b, n, i, j: i - lefts[n] <= j <= i
