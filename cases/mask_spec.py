@@ -6,10 +6,11 @@
 
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
 which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
-are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
-binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places all of a mask in sequences of `A` and `B` keys,
-whose last tokens are the queries, as `own` does. `tree-A-B` has a tree of `A` drafted tokens at the end of the first
-sequence. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
+are its last tokens, and each sees a window of `L` keys before its own. In `own-lL-fF-A-B` it also sees the first `F`
+keys. Specs combine with `_and_` and `_or_` (`_and_` binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places
+all of a mask in sequences of `A` and `B` keys, whose last tokens are the queries, as `own` does. `tree-A-B` has a tree
+of `A` drafted tokens at the end of the first sequence. Each kind of mask has a class in `cases.masks` and an entry in
+`KINDS`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 
 from cases import counter_rng
 from cases.masks import (
+    FIRST_TOKENS,
     Bidirectional,
     Causal,
     Chunked,
@@ -105,10 +107,11 @@ def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     return array
 
 
-def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
+def _build_own_window(sizes: Sizes, left: str, first: str, text: str) -> Mask:
     """Build a window whose last position is the end of each batch row's sequence."""
     lengths = _parse_one_per_row(sizes, text)
-    return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
+    positions = tuple(n - sizes.q_length for n in lengths)
+    return OwnWindow(_parse_side(left), positions, _parse_integer(first)) & Lengths(lengths)
 
 
 def _build_tree(sizes: Sizes, text: str) -> Mask:
@@ -283,8 +286,8 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         name="own",
-        form="own-lL-A...",
-        pattern=re.compile(r"own-l(\d+|inf)((?:-\d+)+)"),
+        form="own-lL[-fF]-A...",
+        pattern=re.compile(r"own-l(\d+|inf)(?:-f([1-9]\d*))?((?:-\d+)+)"),
         type=OwnWindow,
         also=("lengths",),
         says="a sliding window that ends with each sequence of a cache",
@@ -304,11 +307,12 @@ KINDS: tuple[Kind, ...] = (
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {
+    FIRST_TOKENS: "a sliding window that ends with each sequence, and the sequence's first tokens",
     "offset": "mask offset (absolute query positions)",
     Placed.feature: "any mask over stored sequences, beside causal masks and windows",
 }
 """Features of masks, by name, with their descriptions."""
-OPT_IN = frozenset((*(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
+OPT_IN = frozenset((FIRST_TOKENS, *(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
 """Features of masks that an implementation supports only if it declares them."""
 
 
@@ -344,6 +348,8 @@ def list_mask_features(spec: str) -> list[str]:
     for name, arguments in (term for group in parse_mask_spec(spec) for term in group):
         kind = _BY_NAME[name]
         found += kind.features
+        if kind.type is OwnWindow and arguments[1]:
+            found.append(FIRST_TOKENS)
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
     if _split_ends(spec)[1]:

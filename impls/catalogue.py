@@ -43,6 +43,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_update",
         "paged_update_quantized",
         "paged_latent",
+        "paged_latent_update",
         "paged_latent_tpu",
         "paged_quantized",
         "paged_quantized_tpu",

@@ -11,7 +11,10 @@ from cases.masks.mask_base import PARTIAL, Dense, Mask, Pair
 from cases.masks.mask_formulas import SEQUENCE, Causal, Full, Window
 from cases.masks.mask_numbers import FAR, require_integer, require_integers
 
-__all__ = ["HeadWindow", "Indexer", "Lengths", "OwnWindow", "Placed", "Tree", "place"]
+__all__ = ["FIRST_TOKENS", "HeadWindow", "Indexer", "Lengths", "OwnWindow", "Placed", "Tree", "place"]
+
+FIRST_TOKENS = "first_tokens"
+"""The feature of a window that also shows the first tokens of each sequence, besides that of the window."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,12 +87,15 @@ class Lengths(Mask):
 class OwnWindow(Mask):
     """The window `p - left <= j <= p` with `p = positions[b] + i`: each batch row has its own first position.
 
+    The keys `j < first` with `j <= p` are seen too, wherever the window is (StreamingLLM, arXiv:2309.17453).
+
     Query 0 of batch row `b` stands at `positions[b]`. Ragged decode needs this window, because sequences have different
     lengths. With `left=None` it is a causal mask. A query at a negative position sees no key.
     """
 
     left: int | None
     positions: tuple[int, ...]
+    first: int = 0
     computed: ClassVar[bool] = False
     feature: ClassVar[str] = "own_window"
     refusal: ClassVar[str] = "takes no window that moves with each batch row"
@@ -97,13 +103,21 @@ class OwnWindow(Mask):
     def __post_init__(self) -> None:
         left = None if self.left is None else require_integer("window left", self.left)
         positions = require_integers("mask positions", self.positions)
+        first = require_integer("window first", self.first)
         if left is not None and left < 0:
             raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
+        if first < 0:
+            raise ValueError(f"window first must be >= 0, got {first}")
         if any(abs(position) > FAR for position in positions):
             raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
         # A window of `2 * FAR` keys reaches all keys from any of these positions, so it is unbounded.
         object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
         object.__setattr__(self, "positions", positions)
+        object.__setattr__(self, "first", 0 if self.left is None else min(first, FAR))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature, FIRST_TOKENS) if self.first else (self.feature,)
 
     @property
     def query_order(self) -> str:
@@ -112,14 +126,15 @@ class OwnWindow(Mask):
     def allowed(self, i: Any, j: Any) -> Any:
         position = np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i
         ok = j <= position
-        return ok if self.left is None else ok & (j >= position - self.left)
+        return ok if self.left is None else ok & ((j >= position - self.left) | (j < self.first))
 
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.positions) != batch:
             raise ValueError(f"the mask must have {batch} positions, one for each batch row, got {len(self.positions)}")
 
     def select_keys(self, start: int, stop: int) -> Mask | None:
-        return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))
+        positions = tuple(n - start for n in self.positions)
+        return dataclasses.replace(self, positions=positions, first=max(0, self.first - start))
 
 
 @dataclasses.dataclass(frozen=True)

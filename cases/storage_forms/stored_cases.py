@@ -20,6 +20,7 @@ from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides, is_placed, read_formula, sees_no_later_key
 from cases.storage_forms.page_writes import find_write_refusal
+from cases.storage_forms.storage_form import FIRST_PARAMETER
 
 
 def lower_stored_mask(
@@ -36,7 +37,7 @@ def lower_stored_mask(
 
     A mask with sides becomes `causal` or `window`, which count keys from each query's own position. Any other becomes
     `mask_mod`, a formula of the query's position in its sequence, or booleans. A call that reads a cache is causal
-    unless it gets `causal=False`.
+    unless it gets `causal=False`. A cache that keeps the first tokens gets their number as `num_sink_tokens`.
 
     Args:
       parameters: the parameters that the call has; None for a call that takes whatever there is.
@@ -50,6 +51,8 @@ def lower_stored_mask(
     """
     del batch, num_q_heads
     described, sides = FORMS[form], find_sides(mask, q_length, kv_length)
+    if sides is not None and sides.first and FIRST_PARAMETER not in described.parameters:
+        sides = None  # the window alone would leave the first tokens out
     is_causal = sides.is_causal if sides is not None else sees_no_later_key(mask)
     if not described.takes_masks and (sides is None or (described.is_cache and not is_causal)):
         raise NotImplementedError(f"mask: a {form} call has no such mask")
@@ -63,6 +66,10 @@ def lower_stored_mask(
             raise NotImplementedError("causal: the function has no parameter 'causal', which would be False")
         if not is_causal or (parameters is not None and "causal" in parameters):
             static["causal"] = is_causal
+    if sides is not None and sides.first and not takes(FIRST_PARAMETER):
+        raise NotImplementedError(f"{FIRST_PARAMETER}: the function has no parameter {FIRST_PARAMETER!r}")
+    if sides is not None and (sides.first or FIRST_PARAMETER in (parameters or ())):
+        static[FIRST_PARAMETER] = sides.first
     if sides == Sides() or (described.is_cache and sides == Sides(None, 0)):
         return static, {}
     if sides == Sides(None, 0) and takes("causal"):
@@ -113,6 +120,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         if sides != Sides() and any(0 < n < q for q, n in zip(case.q_lengths, case.kv_lengths, strict=True)):
             return f"{case.mask}: a query before the first key of its sequence has no position"
     sides = sides or Sides()
+    if sides.first and FIRST_PARAMETER not in described.parameters:
+        return f"first_tokens: a {form} call keeps no first tokens"
     return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
 
 
@@ -132,4 +141,6 @@ def list_other_masks(case: Case) -> tuple[str, ...]:
     if (masks := load_form_cases(case.stored.form).other_masks) is not None:
         return masks
     ends = "-".join(map(str, case.kv_lengths))
+    if case.first_tokens:  # the tokens that the storage keeps
+        return tuple(f"own-l{left}-f{case.first_tokens}-{ends}" for left in (9, 2))
     return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"

@@ -16,6 +16,7 @@ from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.mask_sides import find_first_tokens
 from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
@@ -57,7 +58,7 @@ def _widen_window(problem: Problem, storage: Storage) -> Problem:
     becomes the widest window whose keys are all stored. A window that is the widest already becomes the narrowest. The
     lengths of sequences do not change.
     """
-    widest = FORMS[storage.form].find_widest_left(storage)
+    widest = FORMS[storage.form].find_widest_left(storage, find_first_tokens(problem.mask))
 
     def widen(window: OwnWindow) -> OwnWindow:
         return dataclasses.replace(window, left=0 if widest is not None and window.left == widest else widest)

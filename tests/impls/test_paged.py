@@ -117,7 +117,9 @@ def test_shares_are_the_blocks_that_tiles_see_each_once_and_of_one_size(
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
     plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=1)
     tiles = build_tiles(given_, block_q)
-    shares = on_host(build_shares(plan, tiles, jnp.asarray(given_.kv_lens)[tiles.sequence], block=block, programs=programs))
+    shares = on_host(
+        build_shares(plan, tiles, jnp.asarray(given_.kv_lens)[tiles.sequence], block=block, programs=programs)
+    )
     tiles = on_host(tiles)
     total = int(tiles.total)
     sizes: list[int] = []
