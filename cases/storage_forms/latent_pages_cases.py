@@ -81,12 +81,7 @@ MODELS = (
 _WRITTEN_DEPTHS = dataclasses.replace(
     DEPTHS, levels=tuple(Sizes(72, 64) if depths.first == depths.second else depths for depths in DEPTHS.levels)
 )
-WRITE_MODELS = build_write_models(
-    (
-        _build_model(paged_cases.MODELS[0], HEADS, _WRITTEN_DEPTHS),
-        MODELS[1],
-    )
-)
+WRITE_MODELS = build_write_models((_build_model(paged_cases.MODELS[0], HEADS, _WRITTEN_DEPTHS), MODELS[1]))
 """The models for kernels that write latents into pages."""
 
 

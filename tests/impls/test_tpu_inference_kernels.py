@@ -94,9 +94,11 @@ def test_pages_come_back_as_they_were_but_for_the_new_tokens(implementation: Imp
     call = StoredCall.of(implementation.call, problem.storage.form, writes=True)
     arrays = build_storage_arrays_for(implementation, problem)
     queries = WRITE_FORMS[problem.storage.form].name_queries(call.pack_queries(problem.q, arrays), problem.v.shape[-1])
-    given = {**queries, **what.tokens, **what.before, **call.select_tables(arrays)}
-    scale = {} if problem.scale is None else {"scale": problem.scale}
-    _, _, pools = call.write(**{name: jnp.asarray(x) for name, x in given.items()}, **scale)
+    stored = {**queries, **what.tokens, **what.before, **call.select_tables(arrays)}
+    given: dict[str, Any] = {name: jnp.asarray(x) for name, x in stored.items()}
+    if problem.scale is not None:
+        given["scale"] = problem.scale
+    _, _, pools = call.write(**given)
     for name, must in what.after.items():
         assert (view_bits(np.asarray(pools[name])) == view_bits(must)).all()
 
