@@ -167,9 +167,10 @@ class Case(CaseFields):
         seen = find_sides(mask, self.q_length, self.kv_length)
         if seen is None:
             return tuple(mask_spec.list_mask_features(self.mask))
+        lists = tuple(name for name in mask_spec.list_mask_features(self.mask) if name == "indices")
         if seen.left is None and seen.right in (None, 0):
-            return ("causal" if seen.is_causal else "full",)
-        return ("window",)
+            return ("causal" if seen.is_causal else "full", *lists)
+        return ("window", *lists)
 
 
 FEATURES: dict[str, str] = {

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
+import numpy as np
+
+from cases.masks import Causal, Full, Lengths, Listed, Mask, OwnWindow, Window, list_conjuncts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +31,28 @@ def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
     return found[0] if found else (kv_length,) * batch
 
 
+def find_lists(mask: Mask, kv_lengths: tuple[int, ...]) -> np.ndarray | None:
+    """Find the lists of keys of `mask`, int32 `[B, T, k]`, or None if it has none.
+
+    Entries beyond the keys of their sequence, of which there are `kv_lengths`, become -1: memory holds no such key.
+    """
+    lists = next((part.indices for part in list_conjuncts(mask) if isinstance(part, Listed)), None)
+    if lists is None:
+        return None
+    return np.where(lists < np.array(kv_lengths, np.int32)[:, None, None], lists, np.int32(-1))
+
+
 def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
     """Return the sides of `mask`, or None if it has none.
 
     In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
-    axes `T` and `S` therefore has sides only if all sequences have the same length.
+    axes `T` and `S` therefore has sides only if all sequences have the same length. Lists of keys have no sides.
     """
     parts = list_conjuncts(mask)
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
     found = Sides()
     for part in parts:
-        if isinstance(part, Full | Lengths):
+        if isinstance(part, Full | Lengths | Listed):
             continue
         if isinstance(part, OwnWindow):
             ends = (kv_length,) * len(part.positions) if lengths is None else lengths

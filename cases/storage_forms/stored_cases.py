@@ -1,6 +1,6 @@
 """Decide which cases a kernel of a storage form can be judged on, and derive other cases of stored sequences.
 
-This module also lowers masks to the arguments `causal` and `window` of a stored call.
+This module also lowers masks to the arguments `causal`, `window` and `indices` of a stored call.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from cases.operand_registry import OPTIONAL
 from cases.quantization import PAGES_HOLD
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.mask_sides import Sides, find_sides
+from cases.storage_forms.mask_sides import Sides, find_kv_lengths, find_lists, find_sides
 from cases.storage_forms.page_writes import find_write_refusal
 
 
 def lower_sides(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, form: str
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Lower a mask to the arguments `causal` or `window` of a stored call.
+    """Lower a mask to the arguments `causal` or `window`, and `indices`, of a stored call.
 
-    Both count keys from each query's own position. A call that reads a cache is always causal, so it never gets
+    The first two count keys from each query's own position. A call that reads a cache is always causal, so it never gets
     `causal`, and gets `window` only if the left side is bounded.
 
     Returns:
-      The static keyword arguments of the call, and its array arguments (none).
+      The static keyword arguments of the call, and its array arguments: `indices`, if the mask has lists of keys.
 
     Raises:
       NotImplementedError: the mask is neither causal nor such a window.
     """
-    del batch, num_q_heads
+    del num_q_heads
+    lists = find_lists(mask, find_kv_lengths(mask, batch, kv_length))
+    arrays = {} if lists is None else {"indices": lists}
     sides, is_cache = find_sides(mask, q_length, kv_length), FORMS[form].is_cache
     if sides is None or (is_cache and not sides.is_causal):
         raise NotImplementedError(f"mask: a {form} call has no such mask")
     if sides == Sides() or (is_cache and sides.left is None):
-        return {}, {}
-    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right)}), {}
+        return {}, arrays
+    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right)}), arrays
 
 
 def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
@@ -64,6 +66,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
     if case.kv_cache is not None and writes:
         return "kv_scales: no call that writes pages is judged with quantised pages"
+    if "indices" in case.features and (writes or "indices" not in described.parameters):
+        return f"indices: no {form} call {'that writes pages ' if writes else ''}has lists of keys"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):

@@ -24,6 +24,7 @@ from cases.ensemble_cases import select_ensemble_cases
 from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
+from cases.list_model import build_list_models
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
 from cases.operand_model import build_capture_model, build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
@@ -56,12 +57,14 @@ class ImplementationGrids:
     def operand_grids(self) -> tuple[Grid, ...]:
         """The grids of the operands that have their own cases and that the implementation offers.
 
-        The last is that of functions that capture arrays.
+        Then come those of functions that capture arrays, and of lists of keys that a call need not have.
         """
         offers = self.implementation.offers
         models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
         if offers.issuperset({"captures", "score_mod"}):
             models.append(build_capture_model())
+        if "indices" in offers and not needs_lists(self.implementation):
+            models.append(build_list_models(self.implementation.storage)[0])
         return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property
@@ -90,12 +93,21 @@ class ImplementationGrids:
 
 def select_models(implementation: Implementation) -> tuple[Model, Model]:
     """Select the models of features and of sizes for the implementation's storage form."""
+    if needs_lists(implementation):
+        return build_list_models(implementation.storage)
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     cases = load_form_cases(implementation.storage)
     if cases.find_models is None:
         return cases.models
     return cases.find_models(implementation.writes_pages, implementation.offers)
+
+
+def needs_lists(implementation: Implementation) -> bool:
+    """Return whether the implementation takes only calls with lists of keys, as its refusal of a plain case says."""
+    form = implementation.storage
+    plain = Case() if form is None else load_form_cases(form).plain
+    return "indices" in implementation.offers and (implementation.supports(plain) or "").startswith("indices:")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

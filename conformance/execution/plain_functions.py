@@ -2,8 +2,8 @@
 
 The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
 feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
-up to six of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
-`kv_lengths` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
+up to seven of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
 `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
 (`cases.storage_forms`).
 """
@@ -47,7 +47,7 @@ from impls.contract.declarations import (
 )
 from impls.contract.implementation import Implementation
 
-_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", "moba")  # parameters for masks that `**options` does not stand for
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 # Parameters of dropout. A function has the rate and one of the others, or none of them.
 _DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
@@ -175,7 +175,7 @@ def build_implementation(
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
-        | (parameters & {"moba"})
+        | (parameters & {"moba", "indices"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
         | plain_storage.find_scale_features(parameters, form),
@@ -186,6 +186,7 @@ def build_implementation(
             None if form is None else form.name,
             others,
             scales=plain_storage.find_required_scales(signature, form),
+            lists="indices" in parameters and signature.parameters["indices"].default is inspect.Parameter.empty,
             empty_sequences=declaration.empty_sequences,
             multiple=(2 if order == "balanced" else 1) * _CONTEXT_DEVICES if axes else 1,
         ),

@@ -38,8 +38,8 @@ def is_page_writer(signature: inspect.Signature) -> bool:
 
 
 def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
-    """Return the keywords that a function that writes pages may have; scales are not among them."""
-    read = (name for name in FORMS["paged"].parameters if name not in SCALE_PARAMETERS)
+    """Return the keywords that a function that writes pages may have; scales and lists of keys are not among them."""
+    read = (name for name in FORMS["paged"].parameters if name not in (*SCALE_PARAMETERS, "indices"))
     return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
 

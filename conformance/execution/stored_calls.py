@@ -26,7 +26,7 @@ from cases import quantization
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
-from cases.storage_forms.storage_layout import NOBODY, Storage
+from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
@@ -175,6 +175,7 @@ class StoredCall:
         storage: Mapping[str, jax.Array],
         padding: Mapping[str, jax.Array] | None = None,
         kv_scales: tuple[jax.Array, jax.Array] | tuple[float, float] | None = None,
+        indices: jax.Array | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -188,6 +189,7 @@ class StoredCall:
           padding: the zeros of `add_padding`, if padding is to have gradients.
           kv_scales: the scales of k and of v: an array `[B, S, K]` for each, with a scale per token, or one number for
             each.
+          indices: dense lists of keys, `[B, T, k]`.
 
         Raises:
           WrongReturn: if the call does not return arrays of the right shapes.
@@ -195,6 +197,8 @@ class StoredCall:
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
         stored = self.store(q, k, v, storage, padding, kv_scales)
+        if indices is not None:
+            options["indices"] = _pack_lists(indices, storage["q_rows"])
         *rows, heads, _ = stored["q"].shape
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -314,6 +318,14 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
     there = (held != NOBODY)[..., None, None]
     elsewhere = _cast_stale(jnp.asarray(stale), flat.dtype)
     return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
+
+
+def _pack_lists(indices: Any, q_rows: Any) -> jax.Array:
+    """Gather lists of keys `[B, T, k]` into their stored form, `[total_q, k]`; those of padding may be any integers."""
+    q_rows, flat = jnp.asarray(q_rows), jnp.asarray(indices).reshape(-1, indices.shape[-1])
+    place = jnp.arange(q_rows.size)[:, None] + jnp.arange(flat.shape[1])
+    junk = jnp.asarray(JUNK_ENTRIES, jnp.int32)[place % len(JUNK_ENTRIES)]
+    return jnp.where((q_rows != NOBODY)[:, None], flat[jnp.maximum(q_rows, 0)], junk)
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
