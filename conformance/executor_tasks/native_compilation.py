@@ -19,7 +19,7 @@ from conformance.accelerators.compilation import CallRefused, CompileError, NoCo
 from conformance.accelerators.targets import CompileTarget, list_targets
 from conformance.execution.executor import Arrays, Executor
 from conformance.execution.executor import CompiledCalls as Entries
-from conformance.execution.stored_calls import StoredCall
+from conformance.execution.stored_calls import DENSE_ARGUMENTS, StoredCall
 
 Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 

@@ -17,7 +17,7 @@ from cases.operand_values import Problem
 from conformance import program_cache
 from conformance.execution import returned_values
 from conformance.execution.executor import Arrays, Executor, call_plain, pull_back
-from conformance.execution.stored_calls import StoredCall
+from conformance.execution.stored_calls import DENSE_ARGUMENTS, StoredCall
 
 # Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
 _CALLS = 3
