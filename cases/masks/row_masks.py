@@ -108,11 +108,7 @@ class Listed(Mask):
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if self.indices.shape[:2] != (batch, q_length):
             raise ValueError(f"mask indices must be [{batch}, {q_length}, k], got shape {self.indices.shape}")
-        if (
-            not self.at_run_time
-            and self.indices.size
-            and not -1 <= self.indices.min() <= self.indices.max() < kv_length
-        ):
+        if not self.at_run_time and not ((self.indices >= -1) & (self.indices < kv_length)).all():
             raise ValueError(f"mask indices must be -1, or places of the {kv_length} keys")
 
     def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:

@@ -25,8 +25,8 @@ def lower_sides(
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
     """Lower a mask to the arguments `causal` or `window`, and `indices`, of a stored call.
 
-    The first two count keys from each query's own position. A call that reads a cache is always causal, so it never gets
-    `causal`, and gets `window` only if the left side is bounded.
+    The first two count keys from each query's own position. A call that reads a cache is always causal, so it never
+    gets `causal`, and gets `window` only if the left side is bounded.
 
     Returns:
       The static keyword arguments of the call, and its array arguments: `indices`, if the mask has lists of keys.

@@ -3,8 +3,8 @@
 The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
 feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
 up to seven of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
-`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
-`soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
+`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a
+parameter `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
 (`cases.storage_forms`).
 """
 

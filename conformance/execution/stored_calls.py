@@ -31,6 +31,8 @@ from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
+DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", "indices")
+"""The arrays by name that `StoredCall.store` turns into stored operands."""
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
 _CONTRACT = Formulas()
@@ -196,9 +198,7 @@ class StoredCall:
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
-        stored = self.store(q, k, v, storage, padding, kv_scales)
-        if indices is not None:
-            options["indices"] = _pack_lists(indices, storage["q_rows"])
+        stored = self.store(q, k, v, storage, padding, kv_scales, indices)
         *rows, heads, _ = stored["q"].shape
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -230,6 +230,7 @@ class StoredCall:
         storage: Mapping[str, Any],
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
+        indices: Any = None,
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
@@ -245,6 +246,7 @@ class StoredCall:
             **self.form.arrange(gathered),
             **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
+            **({} if indices is None else {"indices": _pack_lists(indices, storage["q_rows"])}),
             **self.select_tables(storage),
         }
 

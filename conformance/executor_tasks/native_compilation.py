@@ -119,7 +119,7 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     _, arrays = executor.arguments(problem)
-    dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
+    dense = {name: arrays[name] for name in DENSE_ARGUMENTS if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
     call_by_keyword = call.bind_depth(problem.v.shape[-1])
     plain = dataclasses.replace(executor.implementation, call=call_by_keyword, storage=None, writes_pages=False)

@@ -161,10 +161,8 @@ def _bind_own_form(executor: Executor, problem: Problem) -> tuple[Callable[[Arra
     if not isinstance(call, StoredCall):
         return plain, arrays
     statics, _ = executor.arguments(problem)
-    dense = {"q", "k", "v", "storage", "kv_scales"}
-    q, k, v, storage = (arrays[name] for name in ("q", "k", "v", "storage"))
-    stored = call.store(q, k, v, storage, kv_scales=arrays.get("kv_scales"))
-    others = {name: x for name, x in arrays.items() if name not in dense}
+    stored = call.store(**{name: arrays[name] for name in DENSE_ARGUMENTS if name in arrays})
+    others = {name: x for name, x in arrays.items() if name not in DENSE_ARGUMENTS}
     attend = call.bind_depth(problem.v.shape[-1])
     return lambda given: attend(**given, **statics), jax.tree.map(np.asarray, {**stored, **others})
 

@@ -32,7 +32,7 @@ def _build(name: str, call: Callable[..., Any], about: str, *, block: int, **dec
         call=functools.partial(call, block=block),
         description=f"attention to listed keys, which are gathered, in plain JAX, {about}",
         offers=frozenset({"indices", "own_window"} if declared.get("storage") in (None, "latent") else {"indices"}),
-        unsupported={"bias": "takes none"},
+        unsupported={"bias": "gathers keys only"},
         supports_case=_refuse_other_calls,
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",
@@ -72,12 +72,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         checkpoint_names=_NAMES,
     ),
     _build("listed_paged", paged_attention, "over pages", block=8, storage="paged", **_CACHE),
-    _build(
-        "listed_latent_pages",
-        latent_pages_attention,
-        "over latents in pages",
-        block=8,
-        storage="latent_pages",
-        **_CACHE,
-    ),
+    _build("listed_latent_pages", latent_pages_attention, "over latents", block=8, storage="latent_pages", **_CACHE),
 )
