@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -73,12 +72,9 @@ def attention(
         block=min(block, batch * q_length),
     )
     rows = jnp.where(sees, b * kv_length + indices, -1)
-    flat = Operands(
-        *(jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (q, k, v)),
-        rows.reshape(batch * q_length, -1),
-        None if sinks is None else jnp.asarray(sinks),
-    )
-    found = attend_rows(plan, flat)
+    flat_q, flat_k, flat_v = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    found = attend_rows(plan, Operands(flat_q, flat_k, flat_v, rows.reshape(batch * q_length, -1), sinks))
     out = found.out.reshape(batch, q_length, num_q_heads, -1)
     if not save_residuals:
         return out
@@ -100,7 +96,10 @@ def split_lists(mask: Mask) -> tuple[Listed, MaskFunction]:
     wrong = next((part for part in others if not has_formula(part)), None)
     if wrong is not None:
         raise NotImplementedError(f"{wrong.features[0]}: this implementation joins lists with formulas of places only")
-    return lists[0], MaskFunction(functools.reduce(lambda one, other: one & other, others, Full()))
+    rest: Mask = Full()
+    for part in others:
+        rest &= part
+    return lists[0], MaskFunction(rest)
 
 
 def latent_attention(

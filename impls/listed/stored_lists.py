@@ -169,8 +169,9 @@ def _attend(
         soft_cap=None if soft_cap is None else float(soft_cap),
         block=min(block, len(q)),
     )
-    given = (jnp.asarray(x) for x in (q, k, v, rows))
-    out, logsumexp, max_logits = attend_rows(plan, Operands(*given, None if sinks is None else jnp.asarray(sinks)))
+    q, k, v = map(jnp.asarray, (q, k, v))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    out, logsumexp, max_logits = attend_rows(plan, Operands(q, k, v, rows, sinks))
     return (out, {"logsumexp": logsumexp, "max_logits": max_logits}) if save_residuals else out
 
 
