@@ -2,12 +2,12 @@
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
-    own-l31-0-100   listed-k16
+    own-l31-0-100   listed-k16   lightning-16   lightning-16-causal
 
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
 which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
 are its last tokens, and each sees a window of `L` keys before its own. `listed-kN` has a list of `N` entries for each
-query. Specs combine with `_and_` and `_or_` (`_and_`
+query. `lightning-K` has the `K` keys that an indexer chooses. Specs combine with `_and_` and `_or_` (`_and_`
 binds tighter): `causal_or_spans-8-24`. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
 """
 
@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cases import counter_rng
+from cases.lightning_mask import Lightning
 from cases.masks import (
     Bidirectional,
     Causal,
@@ -269,6 +270,16 @@ KINDS: tuple[Kind, ...] = (
         build=_build_listed,
         example="listed-k16",
         numbers={"k": lambda q, kv: (1, kv + 8)},
+    ),
+    Kind(
+        name="lightning",
+        form="lightning-K[-causal]",
+        pattern=re.compile(r"lightning-(\d+)(-causal)?"),
+        type=Lightning,
+        says="keys that a lightning indexer chooses",
+        build=lambda sizes, topk, causal: Lightning(int(topk), bool(causal)),
+        example="lightning-16",
+        numbers={"": lambda q, kv: (1, kv + 8)},
     ),
     Kind(
         name="own",

@@ -13,7 +13,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "heads": ("mha", "gqa", "mqa"),
     "mask": (
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
-        *("dense_batch", "indexer", "indices", "moba", "own_window", "offset", "segment_ids"),
+        *("dense_batch", "indexer", "indices", "lightning", "moba", "own_window", "offset", "segment_ids"),
     ),
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),

@@ -24,6 +24,7 @@ from cases.ensemble_cases import select_ensemble_cases
 from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
+from cases.indexer_cases import build_indexer_models
 from cases.list_model import build_list_models
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
 from cases.operand_model import build_capture_model, build_operand_model
@@ -92,7 +93,9 @@ class ImplementationGrids:
 
 
 def select_models(implementation: Implementation) -> tuple[Model, Model]:
-    """Select the models of features and of sizes for the implementation's storage form."""
+    """Select the models of features and of sizes for the implementation's storage form, or for an indexer."""
+    if "lightning" in implementation.offers:
+        return build_indexer_models()
     if needs_lists(implementation):
         return build_list_models(implementation.storage)
     if implementation.storage is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cases.lightning_mask import Lightning
 from cases.masks import Full, OwnWindow, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
@@ -40,6 +41,9 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if isinstance(problem.mask, Moba):
         all_chunks = dataclasses.replace(problem.mask, topk=problem.mask.count_chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=all_chunks)
+    elif isinstance(problem.mask, Lightning):
+        all_keys = dataclasses.replace(problem.mask, topk=problem.k.shape[1])
+        yield "top_k", dataclasses.replace(problem, mask=all_keys)
     elif problem.storage is not None:
         if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
             yield "window", widened

@@ -31,7 +31,7 @@ from cases.quantization import PAGES_HOLD
 from cases.score_functions import FormulaScore, Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
-from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
+from conformance.execution import indexer_functions, kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
@@ -82,6 +82,8 @@ def build_implementation(
         parameter that the harness does not know. Also if it declares to ignore what is no such parameter.
     """
     signature = _get_signature(function, name)
+    if indexer_functions.is_indexer(signature):
+        return indexer_functions.build_indexer(function, name, signature)
     form = _find_storage_form(signature, name)
     writes = form is FORMS["paged"] and plain_storage.is_page_writer(signature)
     operands = ("q", "k", "v") if form is None else form.operands

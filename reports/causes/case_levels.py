@@ -55,6 +55,7 @@ _MASKS = {
     "densehead": "under a dense mask for each head",
     "densebatch": "under a dense mask for each batch row",
     "indexer": "under an indexer's mask",
+    "lightning": "of an indexer",
     "listed": "with lists of keys",
     "moba": "under a MoBA mask",
     "own": "under a window at each batch row's own position",
