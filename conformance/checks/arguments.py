@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.lightning_mask import Lightning
-from cases.masks import Full, OwnWindow, list_conjuncts
+from cases.masks import Full, Listed, Mask, OwnWindow, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
@@ -48,10 +48,18 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
         if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
             yield "window", widened
     elif problem.mask != Full():
-        yield "mask", dataclasses.replace(problem, mask=Full())
+        yield "mask", dataclasses.replace(problem, mask=_allow_all(problem))
     for operand in REMOVABLE:
         if getattr(problem, operand.name) is not None:
             yield operand.name, problem.without(operand.name)
+
+
+def _allow_all(problem: Problem) -> Mask:
+    """Return a mask that allows all pairs: lists of all keys, if the problem has lists, for calls that need some."""
+    if not any(isinstance(part, Listed) for part in list_conjuncts(problem.mask)):
+        return Full()
+    batch, q_length, kv_length = *problem.q.shape[:2], problem.k.shape[1]
+    return Listed(np.tile(np.arange(kv_length, dtype=np.int32), (batch, q_length, 1)))
 
 
 def _widen_window(problem: Problem, storage: Storage) -> Problem:

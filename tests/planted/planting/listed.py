@@ -139,10 +139,11 @@ def gathering(steps: ListSteps = ListSteps()) -> Callable[..., Any]:
     ) -> Any:
         """Attention to the keys of each list."""
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        call = Call(kv_length=k.shape[1], positions=jnp.arange(q.shape[1])[:, None], causal=causal)
-        rows = jnp.arange(q.shape[0])[:, None, None]
 
         def find(q: Array, k: Array, v: Array, lists: Array, *, backward: bool = False) -> Found:
+            call = Call(kv_length=k.shape[1], positions=jnp.arange(q.shape[1])[:, None], causal=causal)
+            rows = jnp.arange(q.shape[0])[:, None, None]
+
             def gather(place: Array, call: Call) -> tuple[Array, Array]:
                 return k[rows, place], v[rows, place]
 
@@ -173,7 +174,7 @@ def gathering(steps: ListSteps = ListSteps()) -> Callable[..., Any]:
                 return x.reshape(*x.shape[:3], like.shape[2], -1, x.shape[-1]).sum(axis=4)
 
             dk, dv = _multiply("btne,btnh->btenh", dx, q), _multiply("btne,btnv->btenv", p, do)
-            at = rows, found.place
+            at = jnp.arange(q.shape[0])[:, None, None], found.place
             dk = steps.add_keys(jnp.zeros(k.shape, jnp.float32), at, share(dk, k))
             dv = steps.add_values(jnp.zeros(v.shape, jnp.float32), at, share(dv, v))
             dq = _multiply("btne,btenh->btnh", dx, found.k)
