@@ -63,8 +63,11 @@ SORTING = IndexerSteps(choose=_choose_by_sorting)
 """Another correct indexer."""
 
 
+_ANY = has("lightning")
+
+
 def _bug(
-    name: str, steps: IndexerSteps, *, kind: str, reference: str = "inferred", trigger: Trigger = has("lightning")
+    name: str, steps: IndexerSteps, *, kind: str, reference: str = "inferred", trigger: Trigger = _ANY
 ) -> PlantedBug:
     return PlantedBug(
         name=f"indexer-{name}",
