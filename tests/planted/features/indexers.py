@@ -36,6 +36,11 @@ def _choose_by_sorting(scores: Array, top_k: int) -> Array:
     return jnp.pad(found, ((0, 0), (0, 0), (missing, 0)), constant_values=-1)[..., ::-1].astype(jnp.int32)
 
 
+def _hide_later(x: Array, hidden: float = -jnp.inf, ahead: int = 0) -> Array:
+    """Replace the scores of keys after the query's own by `hidden`."""
+    return jnp.where(jnp.tri(x.shape[1], x.shape[2], ahead, dtype=bool), x, hidden)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerSteps:
     """The steps of an indexer, in order; the defaults are correct."""
@@ -43,7 +48,7 @@ class IndexerSteps:
     multiply: Step = lambda q, k: jnp.einsum("bthd,bsd->bths", q, k, precision="highest")
     bend: Step = jax.nn.relu
     weigh: Step = lambda x, w: jnp.einsum("bth,bths->bts", w, x, precision="highest")
-    hide: Step = lambda x: jnp.where(jnp.tri(*x.shape[1:], dtype=bool), x, -jnp.inf)
+    hide: Step = _hide_later
     choose: Step = _choose
 
 
@@ -148,13 +153,13 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug("causal-ignored", IndexerSteps(hide=lambda x: x), kind="causal", trigger=_is_causal),
     _bug(
         "own-key-hidden",
-        IndexerSteps(hide=lambda x: jnp.where(jnp.tri(*x.shape[1:], k=-1, dtype=bool), x, -jnp.inf)),
+        IndexerSteps(hide=functools.partial(_hide_later, ahead=-1)),
         kind="causal",
         trigger=_is_causal,
     ),
     _bug(
         "hidden-keys-scored-zero",
-        IndexerSteps(hide=lambda x: jnp.where(jnp.tri(*x.shape[1:], dtype=bool), x, 0.0)),
+        IndexerSteps(hide=functools.partial(_hide_later, hidden=0.0)),
         kind="causal",
         reference="inferred from ml-explore/mlx-lm#1454, where all scores are zero",
         trigger=_is_causal,
