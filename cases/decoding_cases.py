@@ -25,8 +25,8 @@ PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 
 # The fields of each case. First come masks that determine which keys a token sees without knowing later tokens. In this
 # order: formulas of the position; chunks, one of which ends where the first token is decoded; packed sequences; rows of
-# an array; selections made at run time, by booleans and by lists; spans of a prompt, each within one piece; chunks that a token's gates choose.
-# Then come the cases that optional operands add.
+# an array; selections made at run time, by booleans and by lists; spans of a prompt, each within one piece; chunks that
+# a token's gates choose. Then come the cases that optional operands add.
 _DECODING_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
