@@ -17,6 +17,7 @@ from cases.accelerator_cases import select_compiled_cases, select_interpreted_ca
 from cases.algorithm_cases import select_algorithm_cases
 from cases.batch_cases import select_batch_cases
 from cases.case import Case
+from cases.case_fields import DTYPES
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
 from cases.dropout_cases import select_dropout_cases
@@ -107,10 +108,14 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 
 def needs_lists(implementation: Implementation) -> bool:
-    """Return whether the implementation takes only calls with lists of keys, as its refusal of a plain case says."""
+    """Return whether the implementation takes only calls with lists of keys, as its refusal of plain cases says."""
+    if "indices" not in implementation.offers:
+        return False
     form = implementation.storage
     plain = Case() if form is None else load_form_cases(form).plain
-    return "indices" in implementation.offers and (implementation.supports(plain) or "").startswith("indices:")
+    phases: tuple[dict[str, Any], ...] = ({}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
+    cases = (dataclasses.replace(plain, **phase, dtype=dtype) for phase in phases for dtype in DTYPES)
+    return any((implementation.supports(case) or "").startswith("indices:") for case in cases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

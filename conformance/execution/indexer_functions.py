@@ -97,6 +97,7 @@ class _IndexerCall:
         logits = jnp.where(seen, logits * q.shape[-1] ** -0.5, -jnp.inf)
         top = logits.max(axis=-1, keepdims=True)
         p = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0)), 0)
-        p = p / jnp.maximum(p.sum(axis=-1, keepdims=True), 1e-30)
+        total = p.sum(axis=-1, keepdims=True)
+        p = p / jnp.where(total == 0, 1, total)
         out = jnp.einsum("bnts,bsv->btnv", p, v[:, :, 0], precision="highest")
         return jnp.where(is_wrong[..., None, None], jnp.nan, out).astype(q.dtype)

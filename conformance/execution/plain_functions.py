@@ -47,12 +47,8 @@ from impls.contract.declarations import (
 )
 from impls.contract.implementation import Implementation
 
-_MASKS_BY_NAME = (
-    "mask_mod",
-    "kv_lengths",
-    "indices",
-    "moba",
-)  # parameters for masks that `**options` does not stand for
+# Parameters for masks that `**options` does not stand for.
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", "moba")
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 # Parameters of dropout. A function has the rate and one of the others, or none of them.
 _DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
