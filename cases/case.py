@@ -19,7 +19,7 @@ import numpy as np
 
 from cases import front_ends, mask_spec, quantization, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
-from cases.masks import FIRST_TOKENS, Mask, Tree, iter_leaves
+from cases.masks import FIRST_TOKENS, Listed, Mask, Tree, iter_leaves
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
@@ -193,7 +193,9 @@ class Case(CaseFields):
         elif seen.first:
             found = ("window", FIRST_TOKENS)
         is_causal = sees_no_later_key(mask) if seen is None else seen.is_causal
-        return found if is_causal or not form_registry.FORMS[self.stored.form].is_cache else (*found, "later_pages")
+        if not is_causal and form_registry.FORMS[self.stored.form].is_cache:
+            found = (*found, "later_pages")
+        return (*found, Listed.feature) if any(isinstance(leaf, Listed) for leaf in iter_leaves(mask)) else found
 
     def _build_mask(self) -> Mask:
         return mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)

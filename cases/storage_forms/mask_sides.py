@@ -7,6 +7,10 @@ The sides say how far a query sees to the left and right of its own position. St
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+
+import numpy as np
 
 from cases.masks import (
     And,
@@ -15,6 +19,7 @@ from cases.masks import (
     Dense,
     Full,
     Lengths,
+    Listed,
     Mask,
     Or,
     OwnWindow,
@@ -55,13 +60,33 @@ def find_first_tokens(mask: Mask) -> int:
     return max((part.first for part in list_conjuncts(mask) if isinstance(part, OwnWindow)), default=0)
 
 
+def split_lists(mask: Mask) -> tuple[Mask, Listed | None]:
+    """Split a mask into the rest and its lists of keys; None if it has none beside the rest."""
+    parts = list(list_conjuncts(mask))
+    lists = next((part for part in parts if isinstance(part, Listed)), None)
+    if lists is None:
+        return mask, None
+    return functools.reduce(operator.and_, (part for part in parts if part is not lists), Full()), lists
+
+
+def find_lists(mask: Mask, kv_lengths: tuple[int, ...]) -> np.ndarray | None:
+    """Find the lists of keys of `mask`, int32 `[B, T, k]`, or None if it has none.
+
+    Entries beyond the keys of their sequence, of which there are `kv_lengths`, become -1: memory holds no such key.
+    """
+    _, lists = split_lists(mask)
+    if lists is None:
+        return None
+    return np.where(lists.indices < np.array(kv_lengths, np.int32)[:, None, None], lists.indices, np.int32(-1))
+
+
 def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
     """Return the sides of `mask`, or None if it has none.
 
     In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
-    axes `T` and `S` therefore has sides only if all sequences have the same length.
+    axes `T` and `S` therefore has sides only if all sequences have the same length. Lists of keys have no sides.
     """
-    parts = list_conjuncts(mask)
+    parts = list_conjuncts(split_lists(mask)[0])
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
     found = Sides()
     for part in parts:
@@ -106,7 +131,11 @@ def _read_window(mask: OwnWindow | Placed) -> Sides | None:
 
 
 def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
-    """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key."""
+    """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key.
+
+    Lists of keys may stand beside these.
+    """
+    mask, _ = split_lists(mask)
     lengths = next((part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)), None)
     return all(
         _stands_at_end(leaf, lengths, q_length, kv_length)

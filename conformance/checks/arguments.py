@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cases.masks import Full, OwnWindow, list_conjuncts
+from cases.lightning_mask import Lightning
+from cases.masks import Full, Listed, Mask, OwnWindow, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
@@ -41,14 +42,25 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if isinstance(problem.mask, Moba):
         all_chunks = dataclasses.replace(problem.mask, topk=problem.mask.count_chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=all_chunks)
+    elif isinstance(problem.mask, Lightning):
+        all_keys = dataclasses.replace(problem.mask, topk=problem.k.shape[1])
+        yield "top_k", dataclasses.replace(problem, mask=all_keys)
     elif problem.storage is not None:
         if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
             yield "window", widened
     elif problem.mask != Full():
-        yield "mask", dataclasses.replace(problem, mask=Full())
+        yield "mask", dataclasses.replace(problem, mask=_allow_all(problem))
     for operand in REMOVABLE:
         if getattr(problem, operand.name) is not None:
             yield operand.name, problem.without(operand.name)
+
+
+def _allow_all(problem: Problem) -> Mask:
+    """Return a mask that allows all pairs: lists of all keys, if the problem has lists, for calls that need some."""
+    if not any(isinstance(part, Listed) for part in list_conjuncts(problem.mask)):
+        return Full()
+    batch, q_length, kv_length = *problem.q.shape[:2], problem.k.shape[1]
+    return Listed(np.tile(np.arange(kv_length, dtype=np.int32), (batch, q_length, 1)))
 
 
 def _widen_window(problem: Problem, storage: Storage) -> Problem:

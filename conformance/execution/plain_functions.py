@@ -2,9 +2,9 @@
 
 The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
 feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
-up to six of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
-`kv_lengths` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
-`soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
+up to seven of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a
+parameter `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
 (`cases.storage_forms`).
 """
 
@@ -34,7 +34,7 @@ from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.paged_form import QUERY_PARAMETERS
 from cases.storage_forms.storage_form import FIRST_PARAMETER, MASK_PARAMETERS, StorageForm
-from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
+from conformance.execution import indexer_functions, kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
@@ -50,7 +50,8 @@ from impls.contract.declarations import (
 )
 from impls.contract.implementation import Implementation
 
-_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+# Parameters for masks that `**options` does not stand for.
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", "moba")
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 # Parameters of dropout. A function has the rate and one of the others, or none of them.
 _DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
@@ -80,6 +81,8 @@ def build_implementation(
         parameter that the harness does not know. Also if it declares to ignore what is no such parameter.
     """
     signature = _get_signature(function, name)
+    if indexer_functions.is_indexer(signature):
+        return indexer_functions.build_indexer(function, name, signature)
     form = _find_storage_form(signature, name)
     writes = plain_storage.find_write_form(signature, form)
     operands = ("q", "k", "v") if form is None else form.operands
@@ -185,7 +188,7 @@ def build_implementation(
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
-        | (parameters & {"moba"})
+        | (parameters & {"moba", "indices"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
         | ({FIRST_TOKENS} if FIRST_PARAMETER in parameters else set())
@@ -199,6 +202,7 @@ def build_implementation(
             None if form is None else form.name,
             others,
             scales=plain_storage.find_required_scales(signature, form),
+            lists="indices" in parameters and signature.parameters["indices"].default is inspect.Parameter.empty,
             empty_sequences=declaration.empty_sequences,
             multiple=(2 if order == "balanced" else 1) * _CONTEXT_DEVICES if axes else 1,
         ),

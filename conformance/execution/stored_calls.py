@@ -28,12 +28,12 @@ from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
 from cases.storage_forms.storage_form import MASK_ARRAYS, StorageForm
-from cases.storage_forms.storage_layout import NOBODY, Storage
+from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
-_PAIRS = ("segment_ids", *MASK_ARRAYS)
+_PAIRS = ("segment_ids", "indices", *MASK_ARRAYS)
 DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", *_PAIRS)
 """The arrays by name that `StoredCall.store` turns into stored operands."""
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
@@ -252,7 +252,7 @@ class StoredCall:
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands.
 
-        `pairs` are masks and segment ids of the dense problem.
+        `pairs` are masks, lists of keys and segment ids of the dense problem.
         """
         added, stale = padding or {}, storage["stale"]
         keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
@@ -388,12 +388,14 @@ def _gather_rows(x: Any, held: Any, absent: Any) -> jax.Array:
 
 
 def pack_pairs(arrays: Mapping[str, Any], storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `arrays` by name, with masks and segment ids of the dense problem in their stored form."""
+    """Return `arrays` by name, with masks, lists of keys and segment ids of the dense problem in their stored form."""
     packed = dict(arrays)
     if (ids := packed.get("segment_ids")) is not None:
         held = (storage["q_rows"], storage["held"])
         # Tokens of nobody have an id that other tokens have.
         packed["segment_ids"] = tuple(_gather_rows(x, rows, x[0, 0]) for x, rows in zip(ids, held, strict=True))
+    if (lists := packed.get("indices")) is not None:
+        packed["indices"] = _pack_lists(lists, storage["q_rows"])
     for name in MASK_ARRAYS:
         if packed.get(name) is not None:
             packed[name] = _pack_mask(name, packed[name], storage)
@@ -436,6 +438,14 @@ def _find_own_places(storage: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, 
         of_keys = jnp.asarray(storage["cu_kv_lens"])
         ends = of_keys[number + 1] - of_keys[number]
     return ends, queries, row - starts[number]
+
+
+def _pack_lists(indices: Any, q_rows: Any) -> jax.Array:
+    """Gather lists of keys `[B, T, k]` into their stored form, `[total_q, k]`; those of padding may be any integers."""
+    q_rows, flat = jnp.asarray(q_rows), jnp.asarray(indices).reshape(-1, indices.shape[-1])
+    place = jnp.arange(q_rows.size)[:, None] + jnp.arange(flat.shape[1])
+    junk = jnp.asarray(JUNK_ENTRIES, jnp.int32)[place % len(JUNK_ENTRIES)]
+    return jnp.where((q_rows != NOBODY)[:, None], flat[jnp.maximum(q_rows, 0)], junk)
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
