@@ -94,8 +94,8 @@ def _attend(
     flat_q, flat_k, flat_v = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
     found = attend_rows(plan, Operands(flat_q, flat_k, flat_v, rows.reshape(batch * q_length, -1), sinks))
-    residuals = (x.reshape(batch, q_length, -1).swapaxes(1, 2) for x in (found.logsumexp, found.max_logits))
-    return (found.out.reshape(batch, q_length, num_q_heads, -1), *residuals)
+    logsumexp, max_logits = (x.reshape(batch, q_length, -1).swapaxes(1, 2) for x in (found.logsumexp, found.max_logits))
+    return found.out.reshape(batch, q_length, num_q_heads, -1), logsumexp, max_logits
 
 
 def split_lists(mask: Mask) -> tuple[Listed, MaskFunction]:
