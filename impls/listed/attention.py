@@ -17,7 +17,6 @@ BLOCK = 64
 """Default number of queries that gather their keys together: reasoned, not measured."""
 
 
-@accept_explicit_sharding
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -57,7 +56,27 @@ def attention(
     if block < 1:
         raise ValueError(f"block must be positive, got {block}")
     lists, allows = split_lists(mask)
-    indices = jnp.asarray(lists.indices, jnp.int32)
+    options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "scale": scale}
+    found = _attend(q, k, v, indices=lists.indices, allows=allows, block=block, **options)
+    return (found[0], {"logsumexp": found[1], "max_logits": found[2]}) if save_residuals else found[0]
+
+
+@accept_explicit_sharding
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    indices: Any,
+    allows: MaskFunction,
+    segment_ids: Any,
+    soft_cap: float | None,
+    sinks: Any,
+    scale: float | None,
+    block: int,
+) -> tuple[Any, Any, Any]:
+    """Return `out [B, T, N, V]`, `logsumexp` and `max_logits [B, N, T]` of validated operands."""
+    indices = jnp.asarray(indices, jnp.int32)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     b, i = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(q_length, dtype=jnp.int32)[:, None]
@@ -75,11 +94,8 @@ def attention(
     flat_q, flat_k, flat_v = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
     found = attend_rows(plan, Operands(flat_q, flat_k, flat_v, rows.reshape(batch * q_length, -1), sinks))
-    out = found.out.reshape(batch, q_length, num_q_heads, -1)
-    if not save_residuals:
-        return out
-    residuals = {"logsumexp": found.logsumexp, "max_logits": found.max_logits}
-    return out, {name: x.reshape(batch, q_length, -1).swapaxes(1, 2) for name, x in residuals.items()}
+    logsumexp, max_logits = (x.reshape(batch, q_length, -1).swapaxes(1, 2) for x in (found.logsumexp, found.max_logits))
+    return found.out.reshape(batch, q_length, num_q_heads, -1), logsumexp, max_logits
 
 
 def split_lists(mask: Mask) -> tuple[Listed, MaskFunction]:
