@@ -89,9 +89,18 @@ def quantize_queries(q: np.ndarray) -> tuple[np.ndarray, float]:
     exact = q.astype(np.float64)
     peak = np.abs(exact).max()
     scale = _Q_SIGNIFICAND * 2.0 ** np.ceil(np.log2((peak or 1.0) / (_LARGEST["fp8"] * _Q_SIGNIFICAND)))
-    product = (exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale
-    rounded = product.astype(q.dtype)
-    return np.where(rounded.astype(np.float64) == product, rounded, np.zeros_like(rounded)), float(scale)
+    return _keep_exact((exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale, q.dtype), float(scale)
+
+
+def rescale_queries(q: np.ndarray, scale: float, other: float) -> np.ndarray:
+    """Return queries of one scale as queries of another, for the same fp8 numbers."""
+    return _keep_exact(q.astype(np.float64) * (other / scale), q.dtype)
+
+
+def _keep_exact(q: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Cast to a dtype; what is not exact there becomes zero."""
+    rounded: np.ndarray = q.astype(dtype)
+    return np.where(rounded.astype(np.float64) == q, rounded, np.zeros_like(rounded))
 
 
 def _split(cache: str) -> tuple[str, str]:

@@ -48,6 +48,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_latent_tpu",
         "paged_quantized",
         "paged_quantized_tpu",
+        "paged_quantized_gpu",
         "paged_quantized_gpu_mosaic",
     ),
     "impls.libraries.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),

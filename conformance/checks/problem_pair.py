@@ -15,10 +15,21 @@ import numpy as np
 
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from cases.quantization import rescale_queries
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import call_sequences
 from conformance.truth.rounding_bounds import Bounded, Expectation
+
+
+def take_numbers(problem: Problem, first: Problem) -> Problem:
+    """Return the problem with the scales of quantised operands that the call of `first` has as static arguments."""
+    changed: dict[str, Any] = {}
+    if first.has_whole_scales:
+        changed["kv_scales"] = first.kv_scales
+    if first.q_scale is not None and problem.q_scale is not None:
+        changed |= {"q": rescale_queries(problem.q, problem.q_scale, first.q_scale), "q_scale": first.q_scale}
+    return dataclasses.replace(problem, **changed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +44,8 @@ class ProblemPair:
     def draw(cls, subject: Subject) -> ProblemPair:
         """Draw the pair: the case's problem, and one with the next seed and the same mask."""
         other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
-        problems = (subject.problem, dataclasses.replace(draw_problem(other), mask=subject.problem.mask))
+        drawn_other = dataclasses.replace(draw_problem(other), mask=subject.problem.mask)
+        problems = (subject.problem, take_numbers(drawn_other, subject.problem))
         cotangents: tuple[Cotangent, ...] = ()
         if subject.has_gradients:
             drawn = (draw_cotangent(case).out for case in (subject.case, other))

@@ -98,9 +98,8 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, any
-        scales on a GPU, or with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not
-        support.
+      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, with
+        `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not support.
     """
     q, scale = widen_queries(q, q_scale, scale, out_dtype)
     check_paged_operands(
@@ -342,10 +341,8 @@ def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: A
             "paged with backend='mosaic' does not support k_scales and page_scales: give k_scale and v_scale, one "
             "number for all, or take backend='portable'"
         )
-    if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):
-        raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
-    if backend == "portable" and page_scales is not None:
-        raise NotImplementedError("paged in plain JAX does not support page_scales: give k_scales and v_scales")
+    if backend in ("portable", "gpu") and page_scales is not None:
+        raise NotImplementedError("paged supports page_scales on a TPU only: give k_scales and v_scales")
 
 
 def _refuse_mosaic(plan: PagedPlan, interpret: Interpret, q: Any, k_pages: Any, v_pages: Any) -> None:

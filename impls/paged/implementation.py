@@ -141,11 +141,11 @@ def _build_scaled_update_implementation(name: str) -> Implementation:
     )
 
 
-def _build_scaled_implementation(name: str) -> Implementation:
-    """Declare paged attention in plain JAX for pages with scales; implementation `paged` covers the other pages."""
+def _build_scaled_implementation(name: str, *, backend: Literal["portable", "gpu"] = "portable") -> Implementation:
+    """Declare paged attention for pages with scales; implementations without them cover the other pages."""
     return dataclasses.replace(
-        build_implementation(name),
-        description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
+        build_implementation(name, backend=backend),
+        description=f"attention over int8 or fp8 pages with scales, {_DESCRIPTIONS[backend]}",
         offers=SCALED_FEATURES | WHOLE_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
@@ -161,7 +161,7 @@ def build_quantized_tpu_implementation(name: str) -> Implementation:
         build_implementation(name, backend="tpu"),
         call=functools.partial(_attend_with_scales, backend="tpu", **_JUDGED_SIZES),
         description="attention over int8 or fp8 pages with scales, in Pallas for TPU",
-        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        offers=SCALED_FEATURES | WHOLE_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
         accelerator=_build_accelerator("tpu", _attend_with_scales),
         variants={
@@ -242,5 +242,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _build_scaled_implementation("paged_quantized"),
     _build_scaled_update_implementation("paged_update_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
+    _build_scaled_implementation("paged_quantized_gpu", backend="gpu"),
     _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +96,9 @@ MOSAIC_MIN_ROWS = 8
 # Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
 _NUM_PROGRAMS = 256
 
-_FURTHER = ("mask", "tree_mask", "alibi_slopes", "logit_scale")  # operands that only some calls have
+# Operands that only some calls have.
+_FURTHER = ("mask", "tree_mask", "alibi_slopes", "logit_scale")
+_SCALES = ("k_scales", "v_scales")
 Arrays = dict[str, Any]
 
 
@@ -200,6 +203,7 @@ def _attend_with_triton(launch: _Launch, operands: Operands, arrays: Arrays, int
         "k": operands.k_pages.reshape(-1, launch.depth),
         "v": operands.v_pages.reshape(-1, launch.v_depth),
         **{name: x for name in _FURTHER if (x := getattr(operands, name)) is not None},
+        **{name: x.reshape(-1) for name in _SCALES if (x := getattr(operands, name)) is not None},
     }
     longest = len(arrays["tile"])
     rows = longest * launch.columns * launch.rows
@@ -317,21 +321,24 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
         page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
         token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
-        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)  # [block, H]
-        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)  # [block, V]
+        place = token * launch.num_kv_heads + head
+        # Stored numbers with scales are exact in the dtype of q: int8 and fp8 have fewer bits than bf16.
+        k = _gather_as(q.dtype, inputs["k"], place, seen, launch.depth)  # [block, H]
+        v = _gather_as(q.dtype, inputs["v"], place, seen, launch.v_depth)  # [block, V]
+        of_keys, of_values = (_load_scales(inputs, name, place, seen) for name in _SCALES)
         allowed = compute_allowed(plan, i, j[None, :], keys)
         if plan.mask_mod is not None or "mask" in inputs or "tree_mask" in inputs:
             allowed = allowed & _look_up_masks(plan, inputs, at, j)
             # Keys that these masks hide from every query may be NaN too.
             some = jnp.max(allowed.astype(jnp.int32), axis=0) > 0
             v = jnp.where(some[:, None], v, jnp.zeros_like(v))
-        z = _compute_logits(plan, inputs, at, multiply_tiles(q, k, (1, 1)), j)
+        z = _compute_logits(plan, inputs, at, multiply_tiles(q, k, (1, 1)), j, of_keys)
         z = jnp.where(allowed, z, -jnp.inf)  # masked logits, equations (1) to (3)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
             out=old.out * decay[:, None]
-            + multiply_tiles(weights.astype(v.dtype), v, (1, 0)),  # weighted sum of values, eq. (6)
+            + multiply_tiles(of_values(weights).astype(v.dtype), v, (1, 0)),  # weighted sum of values, eq. (6)
             max=top,
             sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
@@ -367,11 +374,26 @@ def _look_up_masks(plan: PagedPlan, inputs: Arrays, at: _Places, j: jax.Array) -
     return sees
 
 
-def _compute_logits(plan: PagedPlan, inputs: Arrays, at: _Places, products: jax.Array, j: jax.Array) -> jax.Array:
+def _load_scales(inputs: Arrays, name: str, place: jax.Array, seen: jax.Array) -> Callable[[Any], Any]:
+    """Load the scale of each key `[block]`; return a function that multiplies by it, the identity without scales."""
+    if name not in inputs:
+        return lambda x: x
+    found = plt.load(inputs[name].at[place], mask=seen, other=0)
+    return lambda x: x * found[None, :]
+
+
+def _compute_logits(
+    plan: PagedPlan,
+    inputs: Arrays,
+    at: _Places,
+    products: jax.Array,
+    j: jax.Array,
+    of_keys: Callable[[Any], Any],
+) -> jax.Array:
     """Compute logits with soft cap, equations (1) and (2), from products `[rows, block]`."""
     if plan.score_mod is None and not {"alibi_slopes", "logit_scale"} & inputs.keys():
-        return compute_logits(plan, products)
-    x = products * jnp.float32(plan.scale)
+        return compute_logits(plan, products, of_keys=of_keys)
+    x = products * of_keys(jnp.float32(plan.scale))
     if "logit_scale" in inputs:
         x = x * plt.load(inputs["logit_scale"].at[at.head], mask=at.there, other=1)[:, None]
     if "alibi_slopes" in inputs:
@@ -445,6 +467,14 @@ def _gather(ref: Ref, rows: jax.Array, there: jax.Array, depth: int) -> jax.Arra
     at, exist = _locate_elements(ref, rows, there, depth)
     found: jax.Array = plt.load(at, mask=exist, other=0)
     return found
+
+
+def _gather_as(dtype: Any, ref: Ref, rows: jax.Array, there: jax.Array, depth: int) -> jax.Array:
+    """Gather rows in another dtype. Elements that do not exist are zero; Triton loads no zero of fp8 in their place."""
+    if ref.dtype == dtype:
+        return _gather(ref, rows, there, depth)
+    at, exist = _locate_elements(ref, rows, there, depth)
+    return jnp.where(exist, plt.load(at, mask=exist).astype(jnp.float32), 0.0).astype(dtype)
 
 
 def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth: int) -> None:

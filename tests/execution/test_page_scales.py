@@ -18,6 +18,7 @@ from cases.storage_forms.server_traces import build_traces
 from cases.storage_forms.storage_layout import NOBODY
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
+from conformance.checks.problem_pair import take_numbers
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.stored_calls import StoredCall
@@ -144,6 +145,17 @@ def test_queries_in_fp8_are_exact_and_need_their_parameters() -> None:
     ).startswith("q_fp8: not declared")
     with pytest.raises(CaseIdError, match="qfp8"):
         parse_case_id(PLAIN.replace("/shared", "/qfp8/shared"))
+
+
+def test_two_problems_of_one_program_have_the_same_scales() -> None:
+    first = operand_values.draw_problem(parse_case_id(QUERIES))
+    other = operand_values.draw_problem(parse_case_id(QUERIES.replace("/s0", "/s1")))
+    taken = take_numbers(other, first)
+    assert (taken.kv_scales, taken.q_scale) == (first.kv_scales, first.q_scale)
+    assert other.q_scale is not None
+    assert first.q_scale is not None
+    assert (taken.q / first.q_scale == other.q / other.q_scale).all()
+    assert (taken.k == other.k).all()
 
 
 def test_without_a_parameter_for_the_dtype_out_is_in_bf16() -> None:

@@ -140,8 +140,8 @@ def test_a_function_is_told_not_to_write(obeys: bool) -> None:
     ) -> Any:
         asked.append(update_kv_cache)
         tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
-        told = {"update_kv_cache": update_kv_cache or not obeys}
-        return paged.attention_with_update(q, k, v, k_pages, v_pages, **tables, **told)
+        told = update_kv_cache or not obeys
+        return paged.attention_with_update(q, k, v, k_pages, v_pages, update_kv_cache=told, **tables)
 
     found = by_name(attention, SHORT)
     assert {*asked} == {True, False}

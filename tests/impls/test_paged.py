@@ -206,6 +206,8 @@ OF_JAX = "decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap30/kvint8-
         pytest.param("paged_quantized", DECODE, "forward residuals poison independence", marks=pytest.mark.long),
         ("paged_quantized_tpu", MIXED, "forward residuals poison"),
         pytest.param("paged_quantized_tpu", DECODE, "forward residuals poison", marks=pytest.mark.long),
+        ("paged_quantized_gpu", MIXED, "forward residuals poison"),
+        pytest.param("paged_quantized_gpu", DECODE, "forward residuals poison", marks=pytest.mark.long),
         ("jax_paged_tpu", OF_JAX, "forward poison independence"),
         pytest.param("jax_paged_gpu", OF_JAX.replace("int8", "fp8"), "forward poison", marks=pytest.mark.long),
     ],
@@ -259,13 +261,8 @@ def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str)
 def test_scales_are_taken_in_the_layout_of_the_back_end_and_of_pages_that_are_read() -> None:
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
         call(**BYTES, **SCALES, backend="tpu")
-    with pytest.raises(NotImplementedError, match="paged on a GPU does not support k_scales"):
-        call(**BYTES, k_scale=0.1, v_scale=0.2, backend="gpu")
-    with pytest.raises(NotImplementedError, match="paged in plain JAX does not support page_scales"):
+    with pytest.raises(NotImplementedError, match="paged supports page_scales on a TPU only"):
         call(**BYTES, page_scales=paged.side_by_side(**SCALES))
-    new = jnp.ones((2, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales can only be read"):
-        paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
 
 
 def test_a_tpu_takes_no_float16() -> None:
