@@ -19,11 +19,17 @@ import numpy as np
 
 from cases import front_ends, mask_spec, quantization, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
-from cases.masks import Mask, Tree, iter_leaves
+from cases.masks import FIRST_TOKENS, Listed, Mask, Tree, iter_leaves
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
-from cases.storage_forms.mask_sides import Sides, find_kv_lengths, find_sides, sees_no_later_key
+from cases.storage_forms.mask_sides import (
+    Sides,
+    find_first_tokens,
+    find_kv_lengths,
+    find_sides,
+    sees_no_later_key,
+)
 from cases.storage_forms.storage_form import StorageSpec
 
 
@@ -111,6 +117,11 @@ class Case(CaseFields):
         """The number of keys of each sequence: the lengths of the mask if it has lengths, otherwise `S`."""
         return find_kv_lengths(self._build_mask(), self.batch, self.kv_length)
 
+    @functools.cached_property
+    def first_tokens(self) -> int:
+        """The number of first tokens of each sequence that all its queries see, besides a window."""
+        return find_first_tokens(self._build_mask())
+
     @property
     def id(self) -> str:
         """The readable id; `parse_case_id(case.id) == case`."""
@@ -179,8 +190,12 @@ class Case(CaseFields):
             found = ("tree",) if any(isinstance(leaf, Tree) for leaf in iter_leaves(mask)) else ("placed",)
         elif seen.left is None and seen.right in (None, 0):
             found = ("causal" if seen.is_causal else "full",)
+        elif seen.first:
+            found = ("window", FIRST_TOKENS)
         is_causal = sees_no_later_key(mask) if seen is None else seen.is_causal
-        return found if is_causal or not form_registry.FORMS[self.stored.form].is_cache else (*found, "later_pages")
+        if not is_causal and form_registry.FORMS[self.stored.form].is_cache:
+            found = (*found, "later_pages")
+        return (*found, Listed.feature) if any(isinstance(leaf, Listed) for leaf in iter_leaves(mask)) else found
 
     def _build_mask(self) -> Mask:
         return mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
@@ -215,8 +230,8 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
-    "q_fp8": "queries as float8_e4m3fn, with one scale for all",
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
+    "q_fp8": "queries as float8_e4m3fn, with one scale for all",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES | {"q_fp8"}

@@ -25,8 +25,8 @@ PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 
 # The fields of each case. First come masks that determine which keys a token sees without knowing later tokens. In this
 # order: formulas of the position; chunks, one of which ends where the first token is decoded; packed sequences; rows of
-# an array; a selection made at run time; spans of a prompt, each within one piece; chunks that a token's gates choose.
-# Then come the cases that optional operands add.
+# an array; selections made at run time, by booleans and by lists; spans of a prompt, each within one piece; chunks that
+# a token's gates choose. Then come the cases that optional operands add.
 _DECODING_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
@@ -34,6 +34,7 @@ _DECODING_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"mask": "causal", "segments": "seg"},
     {"mask": "causal_and_dense-d60"},
     {"mask": "causal_and_indexer-d60"},
+    {"mask": "causal_and_listed-k12"},
     {"mask": "causal_or_spans-3-14-20-33"},
     {"mask": "moba-8-3"},
     *(fields for operand in OPTIONAL for fields in operand.decoding),

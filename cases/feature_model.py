@@ -88,6 +88,8 @@ _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
         "moba_one": _make_moba_formatter(3, 1),
         "moba_all": _make_moba_formatter(4, 99),
     },
+    "lightning": {},  # the models of `cases.indexer_cases` have its levels
+    "listed": {},  # the models of `cases.list_model` have its levels
     "own": {},  # the axis `own_window` has its levels
 }
 

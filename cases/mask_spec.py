@@ -2,14 +2,16 @@
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
-    own-l31-0-100   chunked-32_at-40-100   tree-4-2_at-40-100
+    own-l31-0-100   chunked-32_at-40-100   tree-4-2_at-40-100   listed-k16   lightning-16   lightning-16-causal
 
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
 which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
-are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
-binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places all of a mask in sequences of `A` and `B` keys,
-whose last tokens are the queries, as `own` does. `tree-A-B` has a tree of `A` drafted tokens at the end of the first
-sequence. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
+are its last tokens, and each sees a window of `L` keys before its own. In `own-lL-fF-A-B` it also sees the first `F`
+keys. `listed-kN` has a list of `N` entries for each query. `lightning-K` has the `K` keys that an indexer chooses.
+Specs combine with `_and_` and `_or_` (`_and_` binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places all
+of a mask in sequences of `A` and `B` keys, whose last tokens are the queries, as `own` does. `tree-A-B` has a tree of
+`A` drafted tokens at the end of the first sequence. Each kind of mask has a class in `cases.masks` and an entry in
+`KINDS`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cases import counter_rng
+from cases.lightning_mask import Lightning
 from cases.masks import (
+    FIRST_TOKENS,
     Bidirectional,
     Causal,
     Chunked,
@@ -31,6 +35,7 @@ from cases.masks import (
     Full,
     Indexer,
     Lengths,
+    Listed,
     LoadBalancedCausal,
     Mask,
     OwnWindow,
@@ -105,10 +110,11 @@ def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     return array
 
 
-def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
+def _build_own_window(sizes: Sizes, left: str, first: str, text: str) -> Mask:
     """Build a window whose last position is the end of each batch row's sequence."""
     lengths = _parse_one_per_row(sizes, text)
-    return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
+    positions = tuple(n - sizes.q_length for n in lengths)
+    return OwnWindow(_parse_side(left), positions, _parse_integer(first)) & Lengths(lengths)
 
 
 def _build_tree(sizes: Sizes, text: str) -> Mask:
@@ -142,6 +148,14 @@ def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
         raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")
     return lengths
+
+
+def _build_listed(sizes: Sizes, text: str) -> Listed:
+    """Build lists of `int(text)` entries for each query."""
+    count = int(text)
+    if count < 1:
+        raise ValueError(f"a list must have at least 1 entry, got {count}")
+    return Listed(_draw_lists(sizes, count))
 
 
 def _build_moba(sizes: Sizes, *arguments: str) -> Moba:
@@ -282,9 +296,29 @@ KINDS: tuple[Kind, ...] = (
         offset="within",
     ),
     Kind(
+        name="listed",
+        form="listed-kN",
+        pattern=re.compile(r"listed-k(\d+)"),
+        type=Listed,
+        says="lists of keys for each query, known at run time only",
+        build=_build_listed,
+        example="listed-k16",
+        numbers={"k": lambda q, kv: (1, kv + 8)},
+    ),
+    Kind(
+        name="lightning",
+        form="lightning-K[-causal]",
+        pattern=re.compile(r"lightning-(\d+)(-causal)?"),
+        type=Lightning,
+        says="keys that a lightning indexer chooses",
+        build=lambda sizes, topk, causal: Lightning(int(topk), bool(causal)),
+        example="lightning-16",
+        numbers={"": lambda q, kv: (1, kv + 8)},
+    ),
+    Kind(
         name="own",
-        form="own-lL-A...",
-        pattern=re.compile(r"own-l(\d+|inf)((?:-\d+)+)"),
+        form="own-lL[-fF]-A...",
+        pattern=re.compile(r"own-l(\d+|inf)(?:-f([1-9]\d*))?((?:-\d+)+)"),
         type=OwnWindow,
         also=("lengths",),
         says="a sliding window that ends with each sequence of a cache",
@@ -304,11 +338,12 @@ KINDS: tuple[Kind, ...] = (
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {
+    FIRST_TOKENS: "a sliding window that ends with each sequence, and the sequence's first tokens",
     "offset": "mask offset (absolute query positions)",
     Placed.feature: "any mask over stored sequences, beside causal masks and windows",
 }
 """Features of masks, by name, with their descriptions."""
-OPT_IN = frozenset((*(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
+OPT_IN = frozenset((FIRST_TOKENS, *(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
 """Features of masks that an implementation supports only if it declares them."""
 
 
@@ -344,6 +379,8 @@ def list_mask_features(spec: str) -> list[str]:
     for name, arguments in (term for group in parse_mask_spec(spec) for term in group):
         kind = _BY_NAME[name]
         found += kind.features
+        if kind.type is OwnWindow and arguments[1]:
+            found.append(FIRST_TOKENS)
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
     if _split_ends(spec)[1]:
@@ -388,6 +425,30 @@ def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.nda
     if shape[-2] > 1:
         array[..., 3::7, :] = False
     return array
+
+
+def _draw_lists(sizes: Sizes, count: int) -> np.ndarray:
+    """Draw lists of `count` keys, int32 `[B, T, count]`, in random order.
+
+    Half of the queries have all entries, as far as there are keys. A third have fewer, and a sixth have none, but the
+    last query of the last batch row has one at least. The other entries are -1, at random places.
+    """
+    shape = (sizes.batch, sizes.q_length)
+
+    def shuffle(stream: str, length: int) -> np.ndarray:
+        """Return the numbers below `length` in an order of its own for each query."""
+        keys = counter_rng.draw_integers(sizes.seed, stream, (*shape, length), 2**32)
+        return np.argsort(keys, axis=-1, kind="stable")
+
+    lists = np.full((*shape, count), -1, np.int32)
+    named = shuffle("lists", sizes.kv_length)[..., :count]
+    lists[..., : named.shape[-1]] = named
+    kind = counter_rng.draw_integers(sizes.seed, "list_kinds", shape, 6)
+    fewer = 1 + counter_rng.draw_integers(sizes.seed, "list_lengths", shape, count)
+    lengths = np.where(kind < 3, count, np.where(kind < 5, fewer, 0))
+    lengths[-1, -1] = max(1, lengths[-1, -1])
+    lists[np.arange(count) >= lengths[..., None]] = -1
+    return np.take_along_axis(lists, shuffle("list_places", count), axis=-1)
 
 
 def _parse_integers(text: str) -> tuple[int, ...]:

@@ -22,8 +22,31 @@ _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
 _LIMIT = 4.0
 
 
+class ChoosingMask(OffsetMask):
+    """Base of masks with which each query chooses its keys by q and k."""
+
+    computed: ClassVar[bool] = False
+
+    def choose(self, q: np.ndarray, k: np.ndarray) -> Chosen:
+        """Return the pairs that the mask allows for `q [B, T, N, H]` and `k [B, S, K, H]`."""
+        raise NotImplementedError
+
+    def allowed(self, i: Any, j: Any) -> NoReturn:
+        """Raise: which pairs may attend depends on q and k."""
+        raise NotImplementedError(f"{self.feature}: which pairs may attend depends on q and k")
+
+    def dense(self, q_length: int, kv_length: int) -> NoReturn:
+        """Raise, as `allowed` does."""
+        self.check_lengths(q_length, kv_length)
+        self.allowed(None, None)
+
+    def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> NoReturn:
+        """Raise, as `allowed` does."""
+        self.dense(q_length, kv_length)
+
+
 @dataclasses.dataclass(frozen=True)
-class Moba(OffsetMask):
+class Moba(ChoosingMask):
     """The mask of a query's own chunk up to the query, and of the `topk - 1` earlier chunks with the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
@@ -33,7 +56,6 @@ class Moba(OffsetMask):
     chunk: int
     topk: int
     offset: int = 0
-    computed: ClassVar[bool] = False
     feature: ClassVar[str] = "moba"
     refusal: ClassVar[str] = "takes no mask that depends on q and k"
 
@@ -56,18 +78,8 @@ class Moba(OffsetMask):
                 f"keys: every query needs a chunk of its own, so offset + T must be at most S"
             )
 
-    def allowed(self, i: Any, j: Any) -> NoReturn:
-        """Raise: which pairs may attend depends on q and k."""
-        raise NotImplementedError("moba: which pairs may attend depends on q and k")
-
-    def dense(self, q_length: int, kv_length: int) -> NoReturn:
-        """Raise, as `allowed` does."""
-        self.check_lengths(q_length, kv_length)
-        self.allowed(None, None)
-
-    def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> NoReturn:
-        """Raise, as `allowed` does."""
-        self.dense(q_length, kv_length)
+    def choose(self, q: np.ndarray, k: np.ndarray) -> Chosen:
+        return _choose_for_all(self, q, k)
 
     def find_earlier(self, q_length: int, kv_length: int) -> np.ndarray:
         """Return which chunks lie before each query's own chunk, booleans `[T, C]`: gates choose among these chunks."""
@@ -77,23 +89,26 @@ class Moba(OffsetMask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen(Dense):
-    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`."""
+    """The pairs that a mask with which queries choose keys allows, once q and k are known, `[B, N, T, S]`."""
 
-    # Queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
+    # Queries for which rounding of the f32 gates or scores cannot change the chosen chunks, booleans `[B, N, T]`.
     decided: np.ndarray
-    choosing: np.ndarray  # keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`
+    choosing: np.ndarray  # keys that influence what a query chooses, booleans `[1, 1, T, S]`
 
 
 def depends_on_data(mask: Mask) -> bool:
     """Return whether the allowed pairs depend on q and k."""
-    return any(isinstance(leaf, Moba) for leaf in iter_leaves(mask))
+    return any(isinstance(leaf, ChoosingMask) for leaf in iter_leaves(mask))
 
 
 def resolve_choices(mask: Mask, q: np.ndarray, k: np.ndarray) -> Mask:
-    """Replace each `Moba` mask by the pairs that it allows for `q [B, T, N, H]` and `k [B, S, K, H]`."""
+    """Replace each mask with which queries choose keys by the pairs that it allows for `q` and `k`.
+
+    `q` is `[B, T, N, H]` and `k` is `[B, S, K, H]`.
+    """
     if isinstance(mask, And | Or):
         return type(mask)(resolve_choices(mask.left, q, k), resolve_choices(mask.right, q, k))
-    return _choose_for_all(mask, q, k) if isinstance(mask, Moba) else mask
+    return mask.choose(q, k) if isinstance(mask, ChoosingMask) else mask
 
 
 def list_choices(mask: Mask) -> Iterator[Chosen]:

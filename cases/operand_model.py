@@ -49,6 +49,13 @@ def build_operand_model(operand: OptionalOperand) -> Model:
 
 
 @functools.cache
+def build_plain_model() -> Model:
+    """Build the model of all optional operands and the usual masks at few lengths, without an operand in every case."""
+    axes = (Axis("lengths", _LENGTHS), *_list_axes())
+    return Model(axes, feature_model.are_compatible, functools.partial(_assemble, {}), strongest=3)
+
+
+@functools.cache
 def build_capture_model() -> Model:
     """Build the model whose cases all have a score function that captures an array, and gradients."""
 

@@ -28,6 +28,7 @@ _OTHER_NAMES: dict[str, str] = {
     "scale": "softmax_scale sm_scale scale_factor scaling logits_scale query_scale qk_scale attn_scale",
     "alibi_slopes": "alibi alibi_slope slopes",
     "logit_scale": "head_scale logit_temperature",
+    "indices": "topk_indices top_k_indices topk_idxs block_indices sparse_indices",
     "moba": "moba_chunk_size moba_topk",
     "save_residuals": "return_lse return_logsumexp return_softmax_lse return_residual return_residuals return_logits "
     "return_attn_probs return_attention_scores return_softmax return_max_logits",

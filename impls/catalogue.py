@@ -33,6 +33,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "auto_block_flash",
     ),
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
+    "impls.listed": ("listed", "listed_packed", "listed_latent", "listed_paged", "listed_latent_pages"),
     "impls.moba": ("moba", "moba_tpu", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu", "ragged_gpu_mosaic"),
     "impls.paged": (
@@ -43,6 +44,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_update",
         "paged_update_quantized",
         "paged_latent",
+        "paged_latent_update",
         "paged_latent_tpu",
         "paged_quantized",
         "paged_quantized_tpu",

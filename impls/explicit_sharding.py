@@ -19,7 +19,13 @@ from impls.block_arithmetic import make_shape
 from impls.captured_arrays import split_function
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions", "dropout_key")
+_ARRAY_OPTIONS = (
+    *(operand.name for operand in OPTIONAL if operand.arrays),
+    "lengths",
+    "positions",
+    "dropout_key",
+    "indices",
+)
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:

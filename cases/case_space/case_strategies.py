@@ -307,7 +307,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
         missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # the last batch row has at least one key
-        name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
+        name = "lengths" if kind == "lengths" else draw(_draw_own_window(kv_length))
         return "-".join((name, *(str(kv_length - n) for n in missing)))
     if kind == "moba":
         chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))
@@ -323,6 +323,13 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
     ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}
     drawn = [f"{before}{draw(st.integers(least, most))}" for before, (least, most) in ranges.items()]
     return "-".join((kind, *drawn)) + offset
+
+
+def _draw_own_window(kv_length: int) -> st.SearchStrategy[str]:
+    """Return the strategy of the sides of a window of each batch row; some windows also show the first keys."""
+    sides = st.integers(0, kv_length).map(str)
+    shown = st.tuples(sides, st.integers(1, 8)).map(lambda one: f"own-l{one[0]}-f{one[1]}")
+    return st.one_of(sides.map("own-l{}".format), st.just("own-linf"), shown)
 
 
 def _draw_offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:

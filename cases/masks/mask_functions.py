@@ -50,7 +50,10 @@ def _evaluate(mask: Mask, b: Any, n: Any, i: Any, j: Any) -> Any:
         return (j < _select(mask.lengths, b)) & (i >= 0)
     if isinstance(mask, OwnWindow):
         position = _select(mask.positions, b) + i
-        return (j <= position) if mask.left is None else (j <= position) & (j >= position - mask.left)
+        if mask.left is None:
+            return j <= position
+        within = j >= position - mask.left
+        return (j <= position) & (within | (j < mask.first) if mask.first else within)
     if isinstance(mask, Placed):
         return mask.mask.allowed(_select(mask.positions, b) + i, j)
     if isinstance(mask, HeadWindow):

@@ -1,4 +1,7 @@
-"""Mask classes that differ by batch row or head: lengths, windows of a row or of a head, keys selected at run time."""
+"""Mask classes that differ by batch row or head: lengths, windows of a row or of a head, keys selected at run time.
+
+Keys are selected at run time by booleans (`Indexer`) or by lists of their places (`Listed`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from cases.masks.mask_base import PARTIAL, Dense, Mask, Pair
 from cases.masks.mask_formulas import SEQUENCE, Causal, Full, Window
 from cases.masks.mask_numbers import FAR, require_integer, require_integers
 
-__all__ = ["HeadWindow", "Indexer", "Lengths", "OwnWindow", "Placed", "Tree", "place"]
+__all__ = ["FIRST_TOKENS", "HeadWindow", "Indexer", "Lengths", "Listed", "OwnWindow", "Placed", "Tree", "place"]
+
+FIRST_TOKENS = "first_tokens"
+"""The feature of a window that also shows the first tokens of each sequence, besides that of the window."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,6 +59,69 @@ class Indexer(Dense):
         return Indexer(self.dense(*lengths)[:, :, start:stop])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Listed(Mask):
+    """The keys whose places are listed for each query, int32 `[B, T, k]`, known only at run time.
+
+    All heads have the same lists. An entry of -1 names no key, and may stand anywhere in a list. The other entries are
+    distinct places along the axis `S`, in any order. As in `Indexer`, the array may be a traced one of any library, and
+    `blocks` calls every block partial.
+    """
+
+    indices: np.ndarray
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "indices"
+    refusal: ClassVar[str] = "takes no lists of keys"
+    traced: ClassVar[tuple[str, ...]] = ("indices",)
+
+    def __post_init__(self) -> None:
+        if self.indices.ndim != 3:
+            raise ValueError(f"mask indices must be [B, T, k], got shape {self.indices.shape}")
+        if np.dtype(self.indices.dtype).kind != "i":
+            raise ValueError(f"mask indices must be signed integers, got {self.indices.dtype}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Listed) and np.array_equal(self.indices, other.indices)
+
+    def __hash__(self) -> int:
+        return hash((self.indices.shape, self.indices.tobytes()))
+
+    @property
+    def at_run_time(self) -> bool:
+        return not isinstance(self.indices, np.ndarray)
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        return (self.indices[:, i] == j[..., None]).any(axis=-1)[:, None]
+
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        self.check_lengths(q_length, kv_length)
+        found: np.ndarray = (self.indices[..., None] == np.arange(kv_length)).any(axis=2)[:, None]
+        return found
+
+    def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
+        if block_q <= 0 or block_kv <= 0:
+            raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
+        self.check_lengths(q_length, kv_length)
+        return np.full((len(self.indices), 1, -(-q_length // block_q), -(-kv_length // block_kv)), PARTIAL, np.int8)
+
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        if self.indices.shape[1] != q_length:
+            raise ValueError(f"mask indices are for {self.indices.shape[1]} queries, the operands have T={q_length}")
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if self.indices.shape[:2] != (batch, q_length):
+            raise ValueError(f"mask indices must be [{batch}, {q_length}, k], got shape {self.indices.shape}")
+        if not self.at_run_time and not ((self.indices >= -1) & (self.indices < kv_length)).all():
+            raise ValueError(f"mask indices must be -1, or places of the {kv_length} keys")
+
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+        return Listed(self.indices[:, start:stop])
+
+    def select_keys(self, start: int, stop: int) -> Mask | None:
+        is_there = (self.indices >= start) & (self.indices < stop)
+        return Listed(np.where(is_there, self.indices - start, -1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Lengths(Mask):
     """The mask `j < lengths[b]`: batch row `b` has only `lengths[b]` keys (ragged prefill and decode)."""
@@ -84,12 +153,15 @@ class Lengths(Mask):
 class OwnWindow(Mask):
     """The window `p - left <= j <= p` with `p = positions[b] + i`: each batch row has its own first position.
 
+    The keys `j < first` with `j <= p` are seen too, wherever the window is (StreamingLLM, arXiv:2309.17453).
+
     Query 0 of batch row `b` stands at `positions[b]`. Ragged decode needs this window, because sequences have different
     lengths. With `left=None` it is a causal mask. A query at a negative position sees no key.
     """
 
     left: int | None
     positions: tuple[int, ...]
+    first: int = 0
     computed: ClassVar[bool] = False
     feature: ClassVar[str] = "own_window"
     refusal: ClassVar[str] = "takes no window that moves with each batch row"
@@ -97,13 +169,21 @@ class OwnWindow(Mask):
     def __post_init__(self) -> None:
         left = None if self.left is None else require_integer("window left", self.left)
         positions = require_integers("mask positions", self.positions)
+        first = require_integer("window first", self.first)
         if left is not None and left < 0:
             raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
+        if first < 0:
+            raise ValueError(f"window first must be >= 0, got {first}")
         if any(abs(position) > FAR for position in positions):
             raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
         # A window of `2 * FAR` keys reaches all keys from any of these positions, so it is unbounded.
         object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
         object.__setattr__(self, "positions", positions)
+        object.__setattr__(self, "first", 0 if self.left is None else min(first, FAR))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature, FIRST_TOKENS) if self.first else (self.feature,)
 
     @property
     def query_order(self) -> str:
@@ -112,14 +192,15 @@ class OwnWindow(Mask):
     def allowed(self, i: Any, j: Any) -> Any:
         position = np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i
         ok = j <= position
-        return ok if self.left is None else ok & (j >= position - self.left)
+        return ok if self.left is None else ok & ((j >= position - self.left) | (j < self.first))
 
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.positions) != batch:
             raise ValueError(f"the mask must have {batch} positions, one for each batch row, got {len(self.positions)}")
 
     def select_keys(self, start: int, stop: int) -> Mask | None:
-        return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))
+        positions = tuple(n - start for n in self.positions)
+        return dataclasses.replace(self, positions=positions, first=max(0, self.first - start))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.storage_forms import paged_cases
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, build_case
+from cases.storage_forms.page_write_cases import build_write_models
 from cases.storage_forms.sequence_shapes import FORTY, STORED_DISTRIBUTIONS, Shape, fix_lengths
 
 
@@ -70,6 +71,24 @@ _SIZES = (
     Shape("odd", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(10, 1), depths=(104, 88)),
     Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), "decode", heads=(4, 1), depths=(80, 64)),
 )
+
+MODELS = (
+    _build_model(paged_cases.MODELS[0], HEADS, DEPTHS),
+    _build_model(paged_cases.MODELS[1], Axis("shape", _SIZES)),
+)
+"""The models of features and of sizes for kernels that read latents in pages."""
+# A call that writes latents gets their rotary part by itself, so no latent is without one.
+_WRITTEN_DEPTHS = dataclasses.replace(
+    DEPTHS, levels=tuple(Sizes(72, 64) if depths.first == depths.second else depths for depths in DEPTHS.levels)
+)
+WRITE_MODELS = build_write_models((_build_model(paged_cases.MODELS[0], HEADS, _WRITTEN_DEPTHS), MODELS[1]))
+"""The models for kernels that write latents into pages."""
+
+
+def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
+    """Return the models for a kernel, from whether it writes pages; no opt-in feature changes them."""
+    return WRITE_MODELS if writes_pages else MODELS
+
 
 DRAWN_HEADS = (1, 2, 4, 8, 16, 20)
 DRAWN_RANKS = (8, 16, 32, 64, 72, 128)
@@ -136,10 +155,8 @@ _MIXED = "B4.T13.S45.N4.K1.H80.V64"
 
 
 CASES = FormCases(
-    models=(
-        _build_model(paged_cases.MODELS[0], HEADS, DEPTHS),
-        _build_model(paged_cases.MODELS[1], Axis("shape", _SIZES)),
-    ),
+    models=MODELS,
+    find_models=find_models,
     plain=Case(mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"),
     draw_cases=_draw_cases,
     further_sequences={

@@ -7,6 +7,10 @@ The sides say how far a query sees to the left and right of its own position. St
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+
+import numpy as np
 
 from cases.masks import (
     And,
@@ -15,6 +19,7 @@ from cases.masks import (
     Dense,
     Full,
     Lengths,
+    Listed,
     Mask,
     Or,
     OwnWindow,
@@ -29,10 +34,14 @@ from cases.masks import (
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """The number of keys that a query sees to the left and to the right of its own position; None if it sees all."""
+    """The number of keys that a query sees to the left and to the right of its own position; None if it sees all.
+
+    `first` is the number of keys at the beginning of the sequence that it sees too, however far they lie to the left.
+    """
 
     left: int | None = None
     right: int | None = None
+    first: int = 0
 
     @property
     def is_causal(self) -> bool:
@@ -46,13 +55,38 @@ def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
     return found[0] if found else (kv_length,) * batch
 
 
+def find_first_tokens(mask: Mask) -> int:
+    """Return how many first tokens of each sequence a mask of stored sequences shows besides its window."""
+    return max((part.first for part in list_conjuncts(mask) if isinstance(part, OwnWindow)), default=0)
+
+
+def split_lists(mask: Mask) -> tuple[Mask, Listed | None]:
+    """Split a mask into the rest and its lists of keys; None if it has none beside the rest."""
+    parts = list(list_conjuncts(mask))
+    lists = next((part for part in parts if isinstance(part, Listed)), None)
+    if lists is None:
+        return mask, None
+    return functools.reduce(operator.and_, (part for part in parts if part is not lists), Full()), lists
+
+
+def find_lists(mask: Mask, kv_lengths: tuple[int, ...]) -> np.ndarray | None:
+    """Find the lists of keys of `mask`, int32 `[B, T, k]`, or None if it has none.
+
+    Entries beyond the keys of their sequence, of which there are `kv_lengths`, become -1: memory holds no such key.
+    """
+    _, lists = split_lists(mask)
+    if lists is None:
+        return None
+    return np.where(lists.indices < np.array(kv_lengths, np.int32)[:, None, None], lists.indices, np.int32(-1))
+
+
 def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
     """Return the sides of `mask`, or None if it has none.
 
     In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
-    axes `T` and `S` therefore has sides only if all sequences have the same length.
+    axes `T` and `S` therefore has sides only if all sequences have the same length. Lists of keys have no sides.
     """
-    parts = list_conjuncts(mask)
+    parts = list_conjuncts(split_lists(mask)[0])
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
     found = Sides()
     for part in parts:
@@ -61,19 +95,22 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
         if isinstance(part, OwnWindow | Placed):
             if not _stands_at_end(part, lengths, q_length, kv_length):
                 return None
-            sides = _read_window(part)
-            if sides is None:
-                return None
-            found = _intersect(found, sides)
+            window = _read_window(part)
         elif lengths is None and isinstance(part, Causal | Window) and part.offset == kv_length - q_length:
-            found = _intersect(found, Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right))
+            window = Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right)
         else:
             return None
+        if window is None or (both := _intersect(found, window)) is None:
+            return None
+        found = both
     return found
 
 
-def _intersect(one: Sides, other: Sides) -> Sides:
-    return Sides(_find_least(one.left, other.left), _find_least(one.right, other.right))
+def _intersect(one: Sides, other: Sides) -> Sides | None:
+    """Return the sides of keys that are within both; None if a query sees first tokens by one window alone."""
+    if one.left is not None and other.left is not None and one.first != other.first:
+        return None
+    return Sides(_find_least(one.left, other.left), _find_least(one.right, other.right), max(one.first, other.first))
 
 
 def _find_least(one: int | None, other: int | None) -> int | None:
@@ -88,13 +125,17 @@ def _stands_at_end(mask: OwnWindow | Placed, lengths: tuple[int, ...] | None, q_
 
 def _read_window(mask: OwnWindow | Placed) -> Sides | None:
     if isinstance(mask, OwnWindow):
-        return Sides(mask.left, 0)
+        return Sides(mask.left, 0, mask.first)
     inner = mask.mask
     return Sides(inner.left, inner.right) if isinstance(inner, Window) and inner.offset == 0 else None
 
 
 def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
-    """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key."""
+    """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key.
+
+    Lists of keys may stand beside these.
+    """
+    mask, _ = split_lists(mask)
     lengths = next((part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)), None)
     return all(
         _stands_at_end(leaf, lengths, q_length, kv_length)
@@ -105,7 +146,10 @@ def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
 
 
 def read_formula(mask: Mask) -> Mask | None:
-    """Return `mask` as a formula of a query's position in its sequence, without lengths; None if it has an array."""
+    """Return `mask` as a formula of a query's position in its sequence, without lengths.
+
+    None if it has an array, or first tokens besides a window.
+    """
     if isinstance(mask, Pair):
         left, right = read_formula(mask.left), read_formula(mask.right)
         if left is None or right is None:
@@ -113,7 +157,7 @@ def read_formula(mask: Mask) -> Mask | None:
         if isinstance(mask, And) and isinstance(left, Full):
             return right
         return left if isinstance(mask, And) and isinstance(right, Full) else type(mask)(left, right)
-    if isinstance(mask, OwnWindow):
+    if isinstance(mask, OwnWindow) and not mask.first:
         return Causal() if mask.left is None else Window(mask.left, 0)
     if isinstance(mask, Placed):
         return mask.mask

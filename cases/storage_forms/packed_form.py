@@ -76,7 +76,9 @@ PACKED = StorageForm(
     draw_layout=draw_layout,
     describe_layout=lambda storage: f"{len(storage.held)} packed keys",
     tables=TABLES,
-    parameters=(*TABLES, "causal", "window", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
+    parameters=(
+        *(*TABLES, "causal", "window", "indices", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
+    ),
     required={
         "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
         "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",

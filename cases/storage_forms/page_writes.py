@@ -8,13 +8,18 @@ the pages. Every other row must keep its bits (docs/contract.md, section 8).
 
 If the pages are quantised, the keys and values of a problem are stored numbers, and `k` and `v` of the call are values
 that it must turn into these.
+
+Calls over latents get queries and new latents in two parts, the compressed part and the rotary part:
+
+    attention(q_nope, q_pe, c_kv, k_pe, latent_pages, *, scale, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +30,44 @@ from cases.operand_values import Problem
 from cases.storage_forms.paged_form import SCALES, count_shared_pages
 from cases.storage_forms.storage_layout import NOBODY, Storage
 
-PAGE_ARRAYS = ("k_pages", "v_pages")
-"""The names of the arrays of pages that a call takes and returns."""
-POOLS = (*PAGE_ARRAYS, *SCALES)
-"""The same with the arrays of scales that a call takes and returns if it computes scales."""
+
+@dataclasses.dataclass(frozen=True)
+class WriteForm:
+    """The operands of a call that writes pages, in one storage form."""
+
+    queries: tuple[str, ...]  # the names of the arrays of queries; two for the two parts of a latent's queries
+    tokens: tuple[str, ...]  # the names of the arrays of new tokens; two for the two parts of a latent
+    pools: tuple[str, ...]  # the names of the arrays of pages, in the order in which the call returns them
+    scales: tuple[
+        str, ...
+    ] = ()  # the names of the arrays of scales, which follow the pages if the call computes scales
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the call's positional arguments, in order."""
+        return (*self.queries, *self.tokens, *self.pools)
+
+    def name_queries(self, q: Any, value_dim: int) -> dict[str, Any]:
+        """Return the queries `[..., H]` by name, in two parts if the form has two."""
+        return {self.queries[0]: q} if len(self.queries) == 1 else _split_latent(self.queries, q, value_dim)
+
+    def name_tokens(self, arrays: Sequence[Any], value_dim: int) -> dict[str, Any]:
+        """Return the new tokens by name, from new keys and values, or from new latents `[..., H]` alone."""
+        if len(arrays) == len(self.tokens):
+            return dict(zip(self.tokens, arrays, strict=True))
+        return _split_latent(self.tokens, arrays[0], value_dim)
+
+
+def _split_latent(names: tuple[str, ...], x: Any, value_dim: int) -> dict[str, Any]:
+    """Split `x [..., H]` into its first `value_dim` coordinates and the others, by name."""
+    return dict(zip(names, (x[..., :value_dim], x[..., value_dim:]), strict=True))
+
+
+WRITE_FORMS = {
+    "paged": WriteForm(("q",), ("k", "v"), ("k_pages", "v_pages"), SCALES),
+    "latent_pages": WriteForm(("q_nope", "q_pe"), ("c_kv", "k_pe"), ("latent_pages",)),
+}
+"""The operands of calls that write pages, by the name of each storage form that has such calls."""
 # For each dtype, the bits that are set in every NaN that is drawn, and the number of values of the bits that are free
 # (the sign is free too). The first bit of the fraction is always set, because processors set it in any NaN that passes
 # through them. In bf16 there is only one NaN of each sign: on a CPU, XLA computes a scatter of bf16 in f32, which turns
@@ -83,6 +122,8 @@ def find_write_refusal(case: Case) -> str | None:
     lengths = list(zip(case.q_lengths, case.kv_lengths, strict=True))
     if any(queries > keys for queries, keys in lengths):
         return f"{case.storage}: more queries than keys, but the new tokens of a call that writes are among the keys"
+    if len(WRITE_FORMS[spec.form].queries) > 1 and case.head_dim == case.v_head_dim:
+        return f"{case.storage}: no rotary part, and a call that writes latents gets this part by itself"
     alike = count_shared_pages(spec, case.kv_lengths)
     kept = [max(alike), *alike[1:]]
     size = spec.size or 1
@@ -95,9 +136,9 @@ def find_write_refusal(case: Case) -> str | None:
 class Writing:
     """The inputs of a call that writes pages, and the pages that it must return."""
 
-    # `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
+    # The new tokens by name, packed as the queries are, with arbitrary numbers in the padding.
     tokens: Mapping[str, np.ndarray]
-    # `k_pages` and `v_pages` as the call gets them. If it computes scales, also `k_scales` and `v_scales`.
+    # The arrays of pages by name, as the call gets them, and those of scales if it computes scales.
     before: Mapping[str, np.ndarray]
     after: Mapping[str, np.ndarray]  # the same arrays as the call must return them
     written: np.ndarray  # whether the call writes each row, booleans `[pages, page_size]`
@@ -116,27 +157,29 @@ def build_writing(
     """
     storage = problem.storage
     assert storage is not None
-    slots = find_slots(storage)
+    slots, form = find_slots(storage), WRITE_FORMS[storage.form]
     held = clear_written(storage, slots)
-    tokens, pools, after = {}, {}, {}
-    given = {"k": problem.k, "v": problem.v} if problem.kv_scales is None else build_raw_operands(problem)
-    for name, pool, x in (("k", "k_pages", problem.k), ("v", "v_pages", problem.v)):
-        tokens[name] = _gather_pages(given[name], slots.key, seed, f"{name}-tokens", finite=finite)
-        pools[pool] = _gather_pages(x, held, seed, pool, finite=finite) if before is None else before[pool]
+    keys = (problem.k, problem.v) if len(form.pools) > 1 else (problem.k[:, :, 0],)
+    given = keys if problem.kv_scales is None else tuple(build_raw_operands(problem).values())
+    new, pools, after = [], dict(before or {}), {}
+
+    def write(pool: str, x: np.ndarray, rows: np.ndarray) -> None:
+        if pool not in pools:
+            pools[pool] = _gather_pages(x, held, seed, pool, finite=finite)
         after[pool] = pools[pool].copy()
-        stored = x.reshape(-1, *x.shape[2:])[slots.key[slots.there]]
-        after[pool][slots.page[slots.there], slots.row[slots.there]] = stored
-    written = np.zeros(held.shape, bool)
-    written[slots.page[slots.there], slots.row[slots.there]] = True
+        after[pool][slots.page[slots.there], slots.row[slots.there]] = rows
+
+    for pool, x, raw in zip(form.pools, keys, given, strict=True):
+        stream = f"{pool.removesuffix('_pages')}-tokens"
+        new.append(_gather_pages(raw, slots.key, seed, stream, finite=finite))
+        write(pool, x, x.reshape(-1, *x.shape[2:])[slots.key[slots.there]])
     if problem.computes_scales:
         assert problem.kv_scales is not None
-        for name, pool, x in zip("kv", SCALES, problem.kv_scales, strict=True):
-            drawn = _gather_pages(x[..., None], held, seed, pool, finite=finite)[..., 0]
-            pools[pool] = drawn if before is None else before[pool]
-            after[pool] = pools[pool].copy()
-            scales = find_token_scales(tokens[name][slots.there], problem.k.dtype)
-            after[pool][slots.page[slots.there], slots.row[slots.there]] = scales
-    return Writing(tokens, pools, after, written)
+        for pool, x, tokens in zip(form.scales, problem.kv_scales, new, strict=True):
+            write(pool, x, find_token_scales(tokens[slots.there], problem.k.dtype))
+    written = np.zeros(held.shape, bool)
+    written[slots.page[slots.there], slots.row[slots.there]] = True
+    return Writing(form.name_tokens(new, problem.v.shape[-1]), pools, after, written)
 
 
 def find_token_scales(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -163,10 +206,11 @@ def view_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, finite: bool) -> np.ndarray:
-    """Gather `x [B, S, K, depth]` at keys `held [...]` as `[..., K, depth]`, with arbitrary numbers for `NOBODY`."""
+    """Gather `x [B, S, *axes]` at keys `held [...]` as `[..., *axes]`, with arbitrary numbers for `NOBODY`."""
     flat = x.reshape(-1, *x.shape[2:])
     anything = _draw_garbage(seed, stream, (*held.shape, *x.shape[2:]), x.dtype, finite=finite)
-    return np.where((held != NOBODY)[..., None, None], flat[np.maximum(held, 0)], anything)
+    there = (held != NOBODY).reshape(*held.shape, *(1,) * (x.ndim - 2))
+    return np.where(there, flat[np.maximum(held, 0)], anything)
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:

@@ -181,7 +181,7 @@ PAGED = StorageForm(
     describe_layout=describe_layout,
     tables=TABLES,
     parameters=(
-        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window", *MASK_PARAMETERS),
+        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window", "indices", *MASK_PARAMETERS),
         *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
     required=REQUIRED,

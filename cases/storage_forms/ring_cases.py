@@ -3,10 +3,15 @@
 A shape computes the lengths of its sequences from the number of slots `p`. A ring must hold all keys that its queries
 see. So if a sequence has more tokens than slots, the left side of its window is at most `p` minus the number of its
 queries. The level `fill` of the axis of windows is that largest left side.
+
+The models for kernels that keep the first tokens of each sequence have one more axis: how many. Shapes then count
+tokens behind these.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +20,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
+from cases.masks import FIRST_TOKENS
 from cases.storage_forms import ring_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.form_registry import FORMS
@@ -26,6 +32,7 @@ from cases.storage_forms.sequence_shapes import (
     MANY_KEY_HEADS,
     MAX_DRAWN_LENGTH,
     VALUE_AXES,
+    SequenceLengths,
     Shape,
     build_model,
     is_compatible,
@@ -94,6 +101,40 @@ def _build_ring_model(
     return Model(usual.axes, compatible, assemble, usual.strongest)
 
 
+def _add_first_tokens(model: Model, *further: Shape) -> Model:
+    """Return a model of rings with one more axis, how many first tokens of each sequence stay, and further shapes."""
+    axes = tuple(
+        dataclasses.replace(axis, levels=(*axis.levels, *further)) if axis.name == "shape" else axis
+        for axis in model.axes
+    )
+    shapes, sizes, windows = (next(axis for axis in axes if axis.name == name) for name in ("shape", "page", "window"))
+    kept = Axis(FIRST_TOKENS, (0, 4, 1), combined=4, rare=True)
+
+    def compatible(levels: Mapping[str, Any]) -> bool:
+        chosen = [
+            (levels[axis.name],) if axis.name in levels else axis.levels for axis in (shapes, sizes, windows, kept)
+        ]
+        fit = any(
+            size > first and (window != "inf" or not first) and _fits(shape, size - first, window)
+            for shape, size, window, first in itertools.product(*chosen)
+        )
+        return fit and is_compatible(levels)
+
+    def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+        shape, first = levels["shape"], levels[FIRST_TOKENS]
+        left = _compute_left(shape, levels["page"] - first, levels["window"])
+        behind = dataclasses.replace(shape, lengths=lambda p: _add_tokens(shape.lengths(p - first), p - first, first))
+        case = model.assemble({**levels, "shape": behind, "window": left}, seed)
+        return dataclasses.replace(case, mask=case.mask.replace(f"l{left}", f"l{left}-f{first}")) if first else case
+
+    return Model((*axes, kept), compatible, assemble, model.strongest)
+
+
+def _add_tokens(lengths: SequenceLengths, slots: int, first: int) -> SequenceLengths:
+    """Add `first` tokens to sequences that fill a ring of `slots` slots; shorter ones stay, some without a turn."""
+    return tuple((queries, keys + first if keys >= slots else keys) for queries, keys in lengths)
+
+
 _MAX_DRAWN_QUERIES = 12
 
 
@@ -111,8 +152,9 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     turns = st.integers(0, 4).map(lambda n: n * slots)
     around = turns | turns.map(lambda n: n + 1) | turns.map(lambda n: max(0, n - 1))
     keys = draw(st.lists(st.integers(0, MAX_DRAWN_LENGTH) | around, min_size=1, max_size=5))
-    widest = st.integers(0, slots - q_length)
-    left = draw(widest if max(keys) > slots else st.just("inf") | widest)
+    first = draw(st.sampled_from((*[0] * 12, *range(1, 5)[: slots - q_length])))  # few kernels keep first tokens
+    widest = st.integers(0, slots - first - q_length)
+    left = draw(widest if first or max(keys) > slots else st.just("inf") | widest)
     heads = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3))))
     head_dim = draw(st.sampled_from((8, 16, 64, 72)))
     ends = "-".join(map(str, keys))
@@ -127,7 +169,7 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         num_kv_heads=heads[1],
         head_dim=head_dim,
         v_head_dim=draw(st.just(head_dim) | st.sampled_from((8, 64))),
-        mask=f"own-l{left}-{ends}",
+        mask=f"own-l{left}-f{first}-{ends}" if first else f"own-l{left}-{ends}",
         soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
@@ -152,7 +194,8 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     """
     last = {row: stop for step in steps for row, _, stop in step}
     free = list(reversed(range(_TRACE_ROWS)))
-    held = np.full((_TRACE_ROWS, _TRACE_SLOTS), NOBODY, np.int32)
+    first = case.first_tokens
+    held = np.full((_TRACE_ROWS, _TRACE_SLOTS + first), NOBODY, np.int32)
     rows: dict[int, int] = {}
     for step in steps:
         requests: list[Request | None] = [None] * _TRACE_ROWS
@@ -160,7 +203,7 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
             if row not in rows:
                 rows[row] = free.pop()
             request = Request(row=row, queries=stop - start, keys=stop)
-            ring_form.place_keys(held[rows[row]], request, case.kv_length, start)
+            ring_form.place_keys(held[rows[row]], request, case.kv_length, start, first=first)
             requests[rows[row]] = request
         yield ring_form.build_layout(requests, sizes, held.copy())
         for row, _, stop in step:
@@ -190,11 +233,28 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     return ((build_case((4, 120), mask="own-l28-120-16-33", storage="ring32", sinks=True, **sizes),),)
 
 
+MODELS = (
+    _build_ring_model(_SHAPES, _SLOTS, _WINDOWS, axes=HEAD_AXES),
+    _build_ring_model(_SIZES, (128, 96), (_FILL, 31), strongest=2),
+)
+"""The models of features and of sizes for kernels over rings."""
+FIRST_MODELS = (
+    # Chunks of as many queries as the ring has slots: each of them sees itself and the first tokens.
+    _add_first_tokens(MODELS[0], Shape("filled", lambda p: ((p, 2 * p + 3), (p, p), (p, 3 * p), (p, p - 1)))),
+    _add_first_tokens(MODELS[1]),
+)
+"""The models for kernels over rings that keep the first tokens of each sequence."""
+
+
+def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
+    """Return the models for a kernel, from whether it keeps the first tokens; no ring is written."""
+    del writes_pages
+    return FIRST_MODELS if FIRST_TOKENS in offers else MODELS
+
+
 CASES = FormCases(
-    models=(
-        _build_ring_model(_SHAPES, _SLOTS, _WINDOWS, axes=HEAD_AXES),
-        _build_ring_model(_SIZES, (128, 96), (_FILL, 31), strongest=2),
-    ),
+    models=MODELS,
+    find_models=find_models,
     plain=Case(mask="own-linf-128", storage="ring128", phase="prefill"),
     draw_cases=_draw_cases,
     further_sequences={
@@ -236,7 +296,7 @@ CASES = FormCases(
         {"num_q_heads": 2, "num_kv_heads": 2},
     ),
     trace_sizes=(40,),
-    trace_windows=("7", "2"),
+    trace_windows=("7", "2", "7-f3"),
     iter_trace_layouts=iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,

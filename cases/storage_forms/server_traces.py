@@ -83,15 +83,15 @@ class Step:
 def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
     """Yield the steps of a trace, given its case from `build_traces`. All steps have the same shapes."""
     assert whole.storage is not None
-    left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
+    window = next(mask for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
     iter_layouts = load_form_cases(whole.storage.form).iter_trace_layouts
     assert iter_layouts is not None
     sizes = (case.batch, _MAX_QUERIES, case.kv_length)
     for step, storage in zip(STEPS, iter_layouts(case, STEPS, sizes), strict=True):
-        yield Step(_build_problem(case, whole, step, storage, left), step)
+        yield Step(_build_problem(case, whole, step, storage, window), step)
 
 
-def _build_problem(case: Case, whole: Problem, step: TraceStep, storage: Storage, left: int | None) -> Problem:
+def _build_problem(case: Case, whole: Problem, step: TraceStep, storage: Storage, window: OwnWindow) -> Problem:
     """Build the problem of a step, with T = `_MAX_QUERIES`; a request with fewer queries has the last ones."""
     q = np.zeros((case.batch, _MAX_QUERIES, *whole.q.shape[2:]), whole.q.dtype)
     ends = [0] * case.batch
@@ -99,5 +99,5 @@ def _build_problem(case: Case, whole: Problem, step: TraceStep, storage: Storage
         first = case.q_length - LENGTHS[row]  # the index along T of the request's first token, in `whole`
         q[row, _MAX_QUERIES - (stop - start) :] = whole.q[row, first + start : first + stop]
         ends[row] = stop
-    mask = OwnWindow(left, tuple(n - _MAX_QUERIES for n in ends)) & Lengths(tuple(ends))
-    return dataclasses.replace(whole, q=q, mask=mask, storage=storage)
+    own = dataclasses.replace(window, positions=tuple(n - _MAX_QUERIES for n in ends))
+    return dataclasses.replace(whole, q=q, mask=own & Lengths(tuple(ends)), storage=storage)

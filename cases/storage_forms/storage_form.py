@@ -20,9 +20,13 @@ from cases.storage_forms.storage_layout import Storage
 
 MAX_SIZE = 4096
 """The largest number of tokens that a page or a ring may have."""
+FIRST_PARAMETER = "num_sink_tokens"
+"""The keyword parameter that says how many first tokens of each sequence a cache keeps."""
 STORED_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 """The names of the optional operands that a call with packed, paged or ring operands may have."""
-MASK_PARAMETERS = ("mask_mod", "mask", "tree_mask", "parents")
+MASK_ARRAYS = ("mask", "tree_mask", "parents")
+"""The parameters for masks over sequences that are arrays, for forms with `takes_masks`."""
+MASK_PARAMETERS = ("mask_mod", *MASK_ARRAYS)
 """The parameters for masks over sequences that are neither causal nor windows, for forms with `takes_masks`."""
 
 
@@ -64,6 +68,11 @@ class StoredCase(Protocol):
         ...
 
     @property
+    def first_tokens(self) -> int:
+        """The number of first tokens of each sequence that all its queries see, besides a window."""
+        ...
+
+    @property
     def seed(self) -> int:
         """The seed of everything that is drawn at random for the case."""
         ...
@@ -93,7 +102,7 @@ def accept_all_masks(case: StoredCase, spec: StorageSpec, sides: Sides) -> str |
     return None
 
 
-def allow_any_left(storage: Storage) -> int | None:
+def allow_any_left(storage: Storage, first: int) -> int | None:
     """Return None, since the storage holds all keys: the default of `StorageForm.find_widest_left`."""
     return None
 
@@ -127,9 +136,9 @@ class StorageForm:
     check_lengths: Callable[[str, Sequence[int], Sequence[int]], None] = accept_all_lengths
     # Returns why no call of this form can have the mask of a case, or None.
     find_mask_refusal: Callable[[StoredCase, StorageSpec, Sides], str | None] = accept_all_masks
-    # Returns the left side of the widest window for which a layout holds all keys that queries see; None if the layout
-    # holds all keys.
-    find_widest_left: Callable[[Storage], int | None] = allow_any_left
+    # Returns the left side of the widest window for which a layout holds all keys that queries see, from the layout and
+    # the number of first tokens that they see besides; None if the layout holds all keys.
+    find_widest_left: Callable[[Storage, int], int | None] = allow_any_left
     # Draws the place of each query and key in memory; None if operands stay dense.
     draw_layout: Callable[[StoredCase, StorageSpec], Storage] | None
     describe_layout: Callable[[Storage], str] | None = None  # describes a drawn layout in a phrase

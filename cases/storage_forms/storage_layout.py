@@ -18,8 +18,8 @@ from cases.counter_rng import draw_integers
 
 NOBODY = -1
 """Marks a place where no query or key of the problem lies."""
-# Junk for table entries that no kernel may use: indices above every page, negative indices, and plausible indices.
-_JUNK_ENTRIES = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
+JUNK_ENTRIES = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
+"""Junk for table entries that no kernel may use: indices above every page, negative indices, and plausible indices."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,4 +123,4 @@ def list_own_keys(batch: int, kv_length: int) -> np.ndarray:
 
 def draw_junk(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw junk for table entries that no kernel may use, int32 of this shape."""
-    return np.take(_JUNK_ENTRIES, draw_integers(seed, f"junk-{stream}", shape, len(_JUNK_ENTRIES))).astype(np.int32)
+    return np.take(JUNK_ENTRIES, draw_integers(seed, f"junk-{stream}", shape, len(JUNK_ENTRIES))).astype(np.int32)

@@ -18,8 +18,18 @@ from cases.operand_registry import OPTIONAL
 from cases.quantization import PAGES_HOLD, WRITTEN_CACHES
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.mask_sides import Sides, find_sides, is_placed, read_formula, sees_no_later_key
+from cases.storage_forms.mask_sides import (
+    Sides,
+    find_kv_lengths,
+    find_lists,
+    find_sides,
+    is_placed,
+    read_formula,
+    sees_no_later_key,
+    split_lists,
+)
 from cases.storage_forms.page_writes import find_write_refusal
+from cases.storage_forms.storage_form import FIRST_PARAMETER
 
 
 def lower_stored_mask(
@@ -36,20 +46,27 @@ def lower_stored_mask(
 
     A mask with sides becomes `causal` or `window`, which count keys from each query's own position. Any other becomes
     `mask_mod`, a formula of the query's position in its sequence, or booleans. A call that reads a cache is causal
-    unless it gets `causal=False`.
+    unless it gets `causal=False`. A cache that keeps the first tokens gets their number as `num_sink_tokens`. Lists of
+    keys become `indices`.
 
     Args:
       parameters: the parameters that the call has; None for a call that takes whatever there is.
 
     Returns:
-      The static keyword arguments of the call, and its array arguments: booleans `[b, n, T, S]` of the dense problem,
-      under the name of the parameter that gets them in the form of `conformance.execution.stored_calls`.
+      The static keyword arguments of the call, and its array arguments: booleans `[b, n, T, S]` and lists `[B, T, k]`
+      of the dense problem, under the names of the parameters that get them in the form of
+      `conformance.execution.stored_calls`.
 
     Raises:
       NotImplementedError: the call has no parameter for the mask; the message names it.
     """
-    del batch, num_q_heads
+    del num_q_heads
+    arrays: dict[str, np.ndarray] = {}
+    if (lists := find_lists(mask, find_kv_lengths(mask, batch, kv_length))) is not None:
+        arrays["indices"], mask = lists, split_lists(mask)[0]
     described, sides = FORMS[form], find_sides(mask, q_length, kv_length)
+    if sides is not None and sides.first and FIRST_PARAMETER not in described.parameters:
+        sides = None  # the window alone would leave the first tokens out
     is_causal = sides.is_causal if sides is not None else sees_no_later_key(mask)
     if not described.takes_masks and (sides is None or (described.is_cache and not is_causal)):
         raise NotImplementedError(f"mask: a {form} call has no such mask")
@@ -57,28 +74,34 @@ def lower_stored_mask(
     def takes(name: str) -> bool:
         return parameters is None or name in parameters
 
+    if arrays and not ("indices" in described.parameters and takes("indices")):
+        raise NotImplementedError("indices: the function has no parameter 'indices'")
     static: dict[str, Hashable] = {}
     if described.is_cache:
         if not is_causal and not takes("causal"):
             raise NotImplementedError("causal: the function has no parameter 'causal', which would be False")
         if not is_causal or (parameters is not None and "causal" in parameters):
             static["causal"] = is_causal
+    if sides is not None and sides.first and not takes(FIRST_PARAMETER):
+        raise NotImplementedError(f"{FIRST_PARAMETER}: the function has no parameter {FIRST_PARAMETER!r}")
+    if sides is not None and (sides.first or FIRST_PARAMETER in (parameters or ())):
+        static[FIRST_PARAMETER] = sides.first
     if sides == Sides() or (described.is_cache and sides == Sides(None, 0)):
-        return static, {}
+        return static, arrays
     if sides == Sides(None, 0) and takes("causal"):
-        return {"causal": True}, {}
+        return {"causal": True}, arrays
     if sides is not None and takes("window"):
-        return {**static, "window": (sides.left, sides.right)}, {}
+        return {**static, "window": (sides.left, sides.right)}, arrays
     if not described.takes_masks:
         wanted = "causal" if sides == Sides(None, 0) else "window"
         raise NotImplementedError(f"{wanted}: the function has no parameter {wanted!r}")
     if (formula := read_formula(mask)) is not None and takes("mask_mod"):
-        return {**static, "mask_mod": MaskFunction(formula)}, {}
+        return {**static, "mask_mod": MaskFunction(formula)}, arrays
     is_tree = any(isinstance(leaf, Tree) for leaf in iter_leaves(mask))
     names = ("tree_mask", "parents", "mask") if is_tree else ("mask",)
     for name in names:
         if takes(name):
-            return static, {name: mask.dense(q_length, kv_length)}
+            return static, {**arrays, name: mask.dense(q_length, kv_length)}
     wanted = "window" if sides is not None else "mask_mod" if formula is not None else names[0]
     raise NotImplementedError(f"{wanted}: the function has no parameter {wanted!r}")
 
@@ -105,6 +128,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
     if case.kv_cache is not None and writes != (case.kv_cache in WRITTEN_CACHES):
         return f"kv_scales: {case.kv_cache} is for calls that {'read' if writes else 'write'} pages"
+    if "indices" in case.features and (writes or "indices" not in described.parameters):
+        return f"indices: no {form} call {'that writes pages ' if writes else ''}has lists of keys"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):
@@ -113,6 +138,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         if sides != Sides() and any(0 < n < q for q, n in zip(case.q_lengths, case.kv_lengths, strict=True)):
             return f"{case.mask}: a query before the first key of its sequence has no position"
     sides = sides or Sides()
+    if sides.first and FIRST_PARAMETER not in described.parameters:
+        return f"first_tokens: a {form} call keeps no first tokens"
     return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
 
 
@@ -132,4 +159,6 @@ def list_other_masks(case: Case) -> tuple[str, ...]:
     if (masks := load_form_cases(case.stored.form).other_masks) is not None:
         return masks
     ends = "-".join(map(str, case.kv_lengths))
+    if case.first_tokens:  # the tokens that the storage keeps
+        return tuple(f"own-l{left}-f{case.first_tokens}-{ends}" for left in (9, 2))
     return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"

@@ -17,6 +17,7 @@ from cases.accelerator_cases import select_compiled_cases, select_interpreted_ca
 from cases.algorithm_cases import select_algorithm_cases
 from cases.batch_cases import select_batch_cases
 from cases.case import Case
+from cases.case_fields import DTYPES
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
 from cases.dropout_cases import select_dropout_cases
@@ -24,6 +25,8 @@ from cases.ensemble_cases import select_ensemble_cases
 from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
+from cases.indexer_cases import build_indexer_models
+from cases.list_model import build_list_models
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
 from cases.operand_model import build_capture_model, build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
@@ -56,7 +59,8 @@ class ImplementationGrids:
     def operand_grids(self) -> tuple[Grid, ...]:
         """The grids of the operands that have their own cases and that the implementation offers.
 
-        Then those of functions that capture arrays, and of masks and operands over stored sequences.
+        Then those of functions that capture arrays, of masks and operands over stored sequences, and of lists of keys
+        that a call need not have.
         """
         offers = self.implementation.offers
         if self.implementation.storage is None:
@@ -66,6 +70,8 @@ class ImplementationGrids:
         else:
             find = load_form_cases(self.implementation.storage).find_further_models
             models = list(find(self.implementation.writes_pages, offers) if find else ())
+        if "indices" in offers and not needs_lists(self.implementation):
+            models.append(build_list_models(self.implementation.storage)[0])
         return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property
@@ -93,13 +99,28 @@ class ImplementationGrids:
 
 
 def select_models(implementation: Implementation) -> tuple[Model, Model]:
-    """Select the models of features and of sizes for the implementation's storage form."""
+    """Select the models of features and of sizes for the implementation's storage form, or for an indexer."""
+    if "lightning" in implementation.offers:
+        return build_indexer_models()
+    if needs_lists(implementation):
+        return build_list_models(implementation.storage)
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     cases = load_form_cases(implementation.storage)
     if cases.find_models is None:
         return cases.models
     return cases.find_models(implementation.writes_pages, implementation.offers)
+
+
+def needs_lists(implementation: Implementation) -> bool:
+    """Return whether the implementation takes only calls with lists of keys, as its refusal of plain cases says."""
+    if "indices" not in implementation.offers:
+        return False
+    form = implementation.storage
+    plain = Case() if form is None else load_form_cases(form).plain
+    phases: tuple[dict[str, Any], ...] = ({}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
+    cases = (dataclasses.replace(plain, **phase, dtype=dtype) for phase in phases for dtype in DTYPES)
+    return any((implementation.supports(case) or "").startswith("indices:") for case in cases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cases.masks import Full, OwnWindow, list_conjuncts
+from cases.lightning_mask import Lightning
+from cases.masks import Full, Listed, Mask, OwnWindow, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.mask_sides import find_first_tokens
 from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
@@ -40,14 +42,25 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if isinstance(problem.mask, Moba):
         all_chunks = dataclasses.replace(problem.mask, topk=problem.mask.count_chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=all_chunks)
+    elif isinstance(problem.mask, Lightning):
+        all_keys = dataclasses.replace(problem.mask, topk=problem.k.shape[1])
+        yield "top_k", dataclasses.replace(problem, mask=all_keys)
     elif problem.storage is not None:
         if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
             yield "window", widened
     elif problem.mask != Full():
-        yield "mask", dataclasses.replace(problem, mask=Full())
+        yield "mask", dataclasses.replace(problem, mask=_allow_all(problem))
     for operand in REMOVABLE:
         if getattr(problem, operand.name) is not None:
             yield operand.name, problem.without(operand.name)
+
+
+def _allow_all(problem: Problem) -> Mask:
+    """Return a mask that allows all pairs: lists of all keys, if the problem has lists, for calls that need some."""
+    if not any(isinstance(part, Listed) for part in list_conjuncts(problem.mask)):
+        return Full()
+    batch, q_length, kv_length = *problem.q.shape[:2], problem.k.shape[1]
+    return Listed(np.tile(np.arange(kv_length, dtype=np.int32), (batch, q_length, 1)))
 
 
 def _widen_window(problem: Problem, storage: Storage) -> Problem:
@@ -57,7 +70,7 @@ def _widen_window(problem: Problem, storage: Storage) -> Problem:
     becomes the widest window whose keys are all stored. A window that is the widest already becomes the narrowest. The
     lengths of sequences do not change.
     """
-    widest = FORMS[storage.form].find_widest_left(storage)
+    widest = FORMS[storage.form].find_widest_left(storage, find_first_tokens(problem.mask))
 
     def widen(window: OwnWindow) -> OwnWindow:
         return dataclasses.replace(window, left=0 if widest is not None and window.left == widest else widest)

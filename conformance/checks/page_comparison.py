@@ -9,20 +9,23 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from cases.operand_registry import RESIDUALS
 from cases.operand_values import Problem
 from cases.quantization import SCALE_ERROR, STORED
-from cases.storage_forms.page_writes import POOLS, Writing, build_writing, view_bits
+from cases.storage_forms.page_writes import Writing, build_writing, view_bits
 from cases.storage_forms.paged_form import SCALES
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls
 from reports import records
 
+# What each array holds, and its axes after those of pages and rows.
 _CONTENTS = {
-    "k_pages": "keys",
-    "v_pages": "values",
-    "k_scales": "scales of keys",
-    "v_scales": "scales of values",
+    "k_pages": ("keys", ("head", "element")),
+    "v_pages": ("values", ("head", "element")),
+    "k_scales": ("scales of keys", ("head",)),
+    "v_scales": ("scales of values", ("head",)),
+    "latent_pages": ("latents", ("element",)),
 }
 
 
@@ -60,7 +63,7 @@ def unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str,
     assert problem.storage is not None
     places = problem.storage.places
     dense = {}
-    for name in got.keys() - set(POOLS):
+    for name in got.keys() & {"out", *RESIDUALS}:
         rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
         dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
     return dense
@@ -76,7 +79,7 @@ def build_page_writing(subject: Subject) -> Writing:
 
 def judge_pages(writing: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
     """Judge each returned array of pages, and of computed scales, by the expected one."""
-    for name in (name for name in POOLS if name in writing.after):
+    for name in writing.after:
         reason = _describe_difference(name, writing, got[name])
         yield Judgement(observable=name, verdict=records.FAIL if reason else records.PASS, reason=reason)
 
@@ -92,14 +95,15 @@ def _describe_difference(name: str, writing: Writing, got: np.ndarray) -> str:
     differs = wrong.any(axis=tuple(range(2, wrong.ndim)))  # [pages, page_size]
     missing, stray = differs & writing.written, differs & ~writing.written
     differences = []
+    content, axes = _CONTENTS[name]
     if missing.any():
-        count = f"{missing.sum()} of {writing.written.sum()} rows do not hold the new {_CONTENTS[name]}"
-        first = _describe_first(missing, wrong, got, expected)
+        count = f"{missing.sum()} of {writing.written.sum()} rows do not hold the new {content}"
+        first = _describe_first(missing, wrong, got, expected, axes)
         where = _describe_unchanged(missing, got, before) + _describe_misplaced(missing, got, expected)
         differences.append(f"{count}: {first}{where}")
     if stray.any():
         count = f"{stray.sum()} of {(~writing.written).sum()} rows that nothing is written to have changed"
-        differences.append(f"{count}: {_describe_first(stray, wrong, got, expected)}")
+        differences.append(f"{count}: {_describe_first(stray, wrong, got, expected, axes)}")
     return "; ".join(differences)
 
 
@@ -121,15 +125,17 @@ def _find_differences(name: str, got: np.ndarray, expected: np.ndarray, written:
     return ~same
 
 
-def _describe_first(rows: np.ndarray, wrong: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
-    """Describe the first of the `wrong` elements in the first of `rows`."""
+def _describe_first(
+    rows: np.ndarray, wrong: np.ndarray, got: np.ndarray, expected: np.ndarray, axes: tuple[str, ...]
+) -> str:
+    """Describe the first of the `wrong` elements in the first of `rows`; `axes` names the axes of a row."""
     page, row = np.argwhere(rows)[0]
     got_bits, expected_bits = view_bits(got)[page, row], view_bits(expected)[page, row]
     place = tuple(np.argwhere(wrong[page, row])[0])
     at = (page, row, *place)
     digits = 2 * got.dtype.itemsize
     got_element, expected_element = got_bits[place], expected_bits[place]
-    where = "".join(f", {axis} {n}" for axis, n in zip(("head", "element"), place, strict=False))
+    where = "".join(f", {axis} {n}" for axis, n in zip(axes, place, strict=True))
     return (
         f"page {page}, row {row}{where} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
         f"must be {float(expected[at]):.6g} (0x{expected_element:0{digits}x})"

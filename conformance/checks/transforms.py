@@ -15,7 +15,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.counter_rng import draw_normal
-from cases.masks import Dense
+from cases.masks import Dense, Listed, Mask, list_conjuncts
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import GRADIENT_OF, LOGIT_OPERANDS, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.operand_values import Problem, draw_problem
@@ -141,12 +141,25 @@ def _vary_batch_rows(pair: ProblemPair) -> tuple[Problem, Problem]:
 def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
     """Check `vmap` over masks, for calls that take them as arrays."""
     problem, executor = pair.problems[0], pair.subject.executor
-    if "mask" not in executor.run(single_calls.list_arrays, problem):
+    names = [name for name in executor.run(single_calls.list_arrays, problem) if name in ("mask", "indices")]
+    if not names:
         return
-    dense = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
-    problems = [dataclasses.replace(problem, mask=Dense(mask)) for mask in (dense, np.roll(dense, 1, axis=-1))]
-    got = executor.run(transformed_calls.run_vmap_over, problems, ["mask"])
+    if (other := _roll_lists(problem.mask)) is not None:
+        problems = [problem, dataclasses.replace(problem, mask=other)]
+    else:
+        dense = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
+        problems = [dataclasses.replace(problem, mask=Dense(mask)) for mask in (dense, np.roll(dense, 1, axis=-1))]
+    got = executor.run(transformed_calls.run_vmap_over, problems, names)
     yield pair.judge_out_for(got, problems, [pair.subject.expect(problem) for problem in problems])
+
+
+def _roll_lists(mask: Mask) -> Mask | None:
+    """Return a mask in which each query has the list of the one before; None if the mask has no lists of keys."""
+    parts = list_conjuncts(mask)
+    if not any(isinstance(part, Listed) for part in parts):
+        return None
+    moved = (Listed(np.roll(part.indices, 1, axis=1)) if isinstance(part, Listed) else part for part in parts)
+    return functools.reduce(lambda one, other: one & other, moved)
 
 
 def _check_call(how: Callable[..., np.ndarray], pair: ProblemPair) -> Iterator[Judgement]:

@@ -2,9 +2,9 @@
 
 The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
 feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
-up to six of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
-`kv_lengths` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a parameter
-`soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
+up to seven of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a
+parameter `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
 (`cases.storage_forms`).
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cases.case import OPT_IN, Case
+from cases.masks import FIRST_TOKENS
 from cases.masks.mask_functions import MaskFunction
 from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -32,8 +33,8 @@ from cases.score_functions import FormulaScore, Score, ThenCapped
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.paged_form import QUERY_PARAMETERS
-from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
-from conformance.execution import kernel_errors, plain_storage, plain_support, stored_calls
+from cases.storage_forms.storage_form import FIRST_PARAMETER, MASK_PARAMETERS, StorageForm
+from conformance.execution import indexer_functions, kernel_errors, plain_storage, plain_support, stored_calls
 from conformance.execution.call_conventions import CALL_CONVENTIONS, convert_calls
 from conformance.execution.plain_support import suggest_parameters
 from impls.contract.declarations import (
@@ -49,7 +50,8 @@ from impls.contract.declarations import (
 )
 from impls.contract.implementation import Implementation
 
-_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+# Parameters for masks that `**options` does not stand for.
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", "moba")
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 # Parameters of dropout. A function has the rate and one of the others, or none of them.
 _DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
@@ -79,12 +81,15 @@ def build_implementation(
         parameter that the harness does not know. Also if it declares to ignore what is no such parameter.
     """
     signature = _get_signature(function, name)
+    if indexer_functions.is_indexer(signature):
+        return indexer_functions.build_indexer(function, name, signature)
     form = _find_storage_form(signature, name)
-    writes = form is FORMS["paged"] and plain_storage.is_page_writer(signature)
+    writes = plain_storage.find_write_form(signature, form)
     operands = ("q", "k", "v") if form is None else form.operands
     known = _OPTIONS if form is None else form.parameters
-    if writes:
-        known = plain_storage.list_writer_options(signature)
+    if form is not None and writes is not None:
+        known = plain_storage.list_writer_options(signature, form, writes)
+        operands = () if form.is_tied else operands  # all of them are passed by name
     parameters = _find_options(signature, name, known, operands)
     declaration = get_declaration(function)
     if parameters.issuperset(_DROPOUT):  # the key decides, so a mask gets nothing, unless it is declared
@@ -157,8 +162,8 @@ def build_implementation(
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
         if declaration.negative_ids == "padding" and "segment_ids" in given:
             given["segment_ids"] = _mark_padding(*given["segment_ids"])
-        if writes:
-            return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
+        if writes is not None:
+            return plain_storage.call_page_writer(invoke, signature, writes, operands, {**explicit, **given})
         run = invoke
         if axes:
             from conformance.execution.context_calls import bind_devices  # imports JAX
@@ -183,10 +188,11 @@ def build_implementation(
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
         offers=OPT_IN.intersection(has)
-        | (parameters & {"moba"})
+        | (parameters & {"moba", "indices"})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
-        | plain_storage.find_scale_features(parameters, form, writes=writes)
+        | ({FIRST_TOKENS} if FIRST_PARAMETER in parameters else set())
+        | plain_storage.find_scale_features(parameters, form, writes=writes is not None)
         | plain_storage.find_mask_features(signature, form)
         | ({"q_fp8"} if "q_scale" in parameters else set()),
         supports_case=plain_support.PlainSupport(
@@ -196,6 +202,7 @@ def build_implementation(
             None if form is None else form.name,
             others,
             scales=plain_storage.find_required_scales(signature, form),
+            lists="indices" in parameters and signature.parameters["indices"].default is inspect.Parameter.empty,
             empty_sequences=declaration.empty_sequences,
             multiple=(2 if order == "balanced" else 1) * _CONTEXT_DEVICES if axes else 1,
         ),
@@ -207,7 +214,7 @@ def build_implementation(
         **{**declaration.select(Behaviour), **({"dropout_mask": "given"} if "dropout_mask" in parameters else {})},
         lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
-        writes_pages=writes,
+        writes_pages=writes is not None,
         refuses_by_signature=True,
         devices=_CONTEXT_DEVICES if axes else 1,
         on_devices=(lambda count, vma: functools.partial(call, devices=count, check_vma=vma)) if axes else None,
@@ -376,7 +383,7 @@ def _strip_annotations(signature: inspect.Signature) -> inspect.Signature:
 
 def _find_storage_form(signature: inspect.Signature, name: str) -> StorageForm | None:
     parameters = list(signature.parameters)
-    form = find_form(parameters)
+    form = FORMS["latent_pages"] if plain_storage.find_latent_writes(parameters) else find_form(parameters)
     for other in FORMS.values():
         if not other.marks and not other.is_dense and other.operands[1] in parameters and form is not other:
             raise NotAnAttentionFunction(
@@ -416,8 +423,9 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        of_pages = {*plain_storage.SCALE_PARAMETERS, *QUERY_PARAMETERS, plain_storage.UPDATE, *MASK_PARAMETERS[2:]}
-        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *_DROPOUT} - of_pages)
+        of_caches = {*plain_storage.SCALE_PARAMETERS, *QUERY_PARAMETERS, plain_storage.UPDATE, FIRST_PARAMETER}
+        of_masks = {*_MASKS_BY_NAME, *_DROPOUT, *MASK_PARAMETERS[2:]}
+        return named | (frozenset(known) - OPT_IN - of_masks - of_caches)
     return named
 
 

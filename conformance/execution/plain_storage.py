@@ -5,6 +5,8 @@
 - A function need not take `num_seqs`. Without it, table entries past the last sequence describe sequences that have no
   queries and no keys.
 - A paged function with all of `k`, `v`, `k_pages` and `v_pages` writes pages. It gets these four by name, in any order.
+- A function with `c_kv`, `k_pe` and `latent_pages`, or with `latent` and `latent_pages`, writes latents into pages. It
+  gets all operands by name.
 - A function with a pair of parameters for scales takes caches with such scales, and writes such caches if it writes
   pages. It takes caches without scales only if both parameters have defaults.
 """
@@ -22,48 +24,83 @@ from cases.masks import Mask
 from cases.quantization import has_whole_scales
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.packed_form import compute_max_seqs
-from cases.storage_forms.page_writes import PAGE_ARRAYS
+from cases.storage_forms.page_writes import WRITE_FORMS, WriteForm
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.stored_cases import lower_stored_mask
 
 UPDATE = "update_kv_cache"
 """The parameter of a function that writes pages, with which it may be told not to."""
-_WRITTEN = ("k", "v", *PAGE_ARRAYS)
+_PAGED, _LATENTS = WRITE_FORMS["paged"], WRITE_FORMS["latent_pages"]
+_WHOLE_LATENTS = WriteForm(("q",), ("latent",), _LATENTS.pools)  # queries and new latents each in one array
+_WRITTEN = (*_PAGED.tokens, *_PAGED.pools)
 SCALE_PARAMETERS = tuple(name for form in FORMS.values() for pair in form.scales for name in pair.names)
 """The names of the parameters for scales of quantised caches, for all storage forms."""
 
 
-def is_page_writer(signature: inspect.Signature) -> bool:
-    """Return whether a paged function writes pages: it then takes the new tokens `k`, `v` besides the pages."""
+def find_latent_writes(parameters: Collection[str]) -> WriteForm | None:
+    """Return the operands of a function with these parameters that writes latents into pages; None for another one."""
+    if not parameters or not set(_LATENTS.pools) <= set(parameters):
+        return None
+    return next((made for made in (_LATENTS, _WHOLE_LATENTS) if set(made.tokens) & set(parameters)), None)
+
+
+def find_write_form(signature: inspect.Signature, form: StorageForm | None) -> WriteForm | None:
+    """Return the operands of a function that writes pages, and so takes new tokens besides them; None for others."""
     names = list(signature.parameters)
-    return set(_WRITTEN) <= set(names) and set(names[1:3]) < set(_WRITTEN)
+    if form is FORMS["latent_pages"]:
+        return find_latent_writes(names)
+    writes = form is FORMS["paged"] and set(_WRITTEN) <= set(names) and set(names[1:3]) < set(_WRITTEN)
+    return _PAGED if writes else None
 
 
-def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
-    """Return the keywords that a function that writes pages may have."""
-    form = FORMS["paged"]
-    unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features}
+def list_writer_options(signature: inspect.Signature, form: StorageForm, made: WriteForm) -> tuple[str, ...]:
+    """Return the keywords that a function that writes pages may have; lists of keys are not among them."""
+    unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features} | {"indices"}
     read = (name for name in form.parameters if name not in unwritten)
-    return (*read, UPDATE, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
+    first = list(signature.parameters)[:3] if made is _PAGED else ()
+    return (*read, UPDATE, *(name for name in made.operands if name not in first))
 
 
 def call_page_writer(
-    function: Callable[..., Any], signature: inspect.Signature, operands: tuple[Any, ...], options: Mapping[str, Any]
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    made: WriteForm,
+    operands: tuple[Any, ...],
+    options: Mapping[str, Any],
 ) -> Any:
     """Call a function that writes pages, whose parameters may stand in any order.
 
-    `operands` are q, k, v, k_pages and v_pages in this order. The function gets q and its next two parameters by
-    position, and the rest by name.
+    `operands` are those of `WRITE_FORMS`, in this order. A paged function gets q and its next two parameters by
+    position, and the rest by name. A function over latents gets all by name.
     """
+    if made is not _PAGED:
+        return function(**_name_latents(made, signature, operands), **options)
     by_name = dict(zip(_WRITTEN, operands[1:], strict=True))
     first = [by_name.pop(name) for name in list(signature.parameters)[1:3]]
     return function(operands[0], *first, **by_name, **options)
+
+
+def _name_latents(made: WriteForm, signature: inspect.Signature, operands: tuple[Any, ...]) -> dict[str, Any]:
+    """Name the operands of a function that writes latents, with the depth of values if it has a parameter for it."""
+    by_name = dict(zip(_LATENTS.operands, operands, strict=True))
+    depth = {"value_dim": by_name["c_kv"].shape[-1]} if "value_dim" in signature.parameters else {}
+    if made is _WHOLE_LATENTS:
+        import jax.numpy as jnp  # imported late, since plain functions are also read without JAX
+
+        q, latent = (
+            jnp.concatenate([by_name.pop(part) for part in parts], -1) for parts in (_LATENTS.queries, _LATENTS.tokens)
+        )
+        by_name |= {"q": q, "latent": latent}
+    return {**by_name, **depth}
 
 
 def describe_missing_parameters(parameters: Collection[str], form: StorageForm) -> str:
     """Describe the parameters that a function of this storage form lacks, for an error message; "" if it lacks none."""
     begun = [pair for pair in form.scales if set(pair.names) & set(parameters)]
     required = dict(form.required)
+    if made := find_latent_writes(parameters):  # `c_kv` says how deep values are
+        required = {**dict.fromkeys(made.operands, "an operand"), **required}
+        required.pop("value_dim")
     for pair in begun:
         required |= dict(zip(pair.names, pair.descriptions, strict=True))
     missing = [f"{name!r} ({about})" for name, about in required.items() if name not in parameters]

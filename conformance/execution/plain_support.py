@@ -13,7 +13,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Causal, Full, Lengths, Mask, MaskFunction, Window, has_formula, list_conjuncts
+from cases.masks import Causal, Full, Lengths, Listed, Mask, MaskFunction, Window, has_formula, list_conjuncts
 from cases.moba_mask import Moba, depends_on_data
 from cases.parameter_names import find_operand
 from cases.storage_forms.form_registry import FORMS
@@ -46,6 +46,7 @@ class PlainSupport:
     others: tuple[str, ...] = ()  # the names of further parameters, to which the harness passes nothing
     # The names of the scale parameters without a default; without scales the function cannot take a cache.
     scales: tuple[str, ...] = ()
+    lists: bool = False  # whether `indices` has no default: without lists of keys the function cannot be called
     empty_sequences: bool = True  # whether stored sequences may have no queries or no keys
     multiple: int = 1  # the number of which both lengths are multiples, since devices share them
 
@@ -53,6 +54,8 @@ class PlainSupport:
         """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest f16 number, and the function declares logits in f16"
+        if self.lists and "indices" not in case.features:
+            return "indices: the function needs lists of keys, and this case has none"
         if self.storage is not None and not FORMS[self.storage].is_dense:
             if not self.empty_sequences and (
                 refusal := plain_storage.find_empty_sequence(case, self.parameters, self.storage)
@@ -111,7 +114,7 @@ def _split_mask(
     """Split a mask into arguments for a function with these parameters, and the rest of the mask.
 
     A mask is a conjunction. A conjunct becomes an argument if the function has the parameter for it: `causal`,
-    `window`, `kv_lengths` for lengths, `moba`, or `mask_mod` for a formula of indices.
+    `window`, `kv_lengths` for lengths, `indices` for lists of keys, `moba`, or `mask_mod` for a formula of indices.
     `first` is the index of the key that is aligned with the first query.
 
     Returns:
@@ -131,6 +134,8 @@ def _split_mask(
             static["window"] = (part.left, part.right)
         elif isinstance(part, Lengths) and "kv_lengths" in parameters and "kv_lengths" not in arrays:
             arrays["kv_lengths"] = np.asarray(part.lengths, np.int32)
+        elif isinstance(part, Listed) and "indices" in parameters and "indices" not in arrays:
+            arrays["indices"] = part.indices
         elif isinstance(part, Moba) and part.offset == first and "moba" in parameters:
             static["moba"] = (part.chunk, part.topk)
         elif "mask_mod" in parameters and has_formula(part):

@@ -42,10 +42,9 @@ def check_pages(returned: Any, pools: Sequence[str], *, save_residuals: bool) ->
 
     `pools` names the arrays of pages, and those of scales if the call computes scales.
     """
-    arrays = (0, *(n + 1 + save_residuals for n in range(len(pools))))
-    fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
-    fits = fits and all(_is_array(returned[n]) for n in arrays)
-    if fits:
+    first = 2 if save_residuals else 1
+    fits = isinstance(returned, tuple) and len(returned) == first + len(pools)
+    if fits and all(map(_is_array, (returned[0], *returned[first:]))):
         return tuple(returned)
     must = f"(out, {', '.join(pools)})"
     if save_residuals:

@@ -5,8 +5,9 @@ tables of a storage layout. It gathers the operands to the places that the table
 the results back in their dense places. All of this is traced with the call, so gradients come back dense too. So the
 oracle, the bounds and every check work on the dense problem.
 
-A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. This module builds pages for each call
-and ignores the returned ones. `conformance.executor_tasks.page_write_calls` returns the written pages to checks.
+A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`, or has the operands of another form
+(`cases.storage_forms.page_writes.WRITE_FORMS`). This module builds pages for each call and ignores the returned ones.
+`conformance.executor_tasks.page_write_calls` returns the written pages to checks.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import numpy as np
 from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
-from cases.storage_forms.page_writes import PAGE_ARRAYS, POOLS, build_raw_operands, clear_written, find_slots
-from cases.storage_forms.storage_form import MASK_PARAMETERS, StorageForm
-from cases.storage_forms.storage_layout import NOBODY, Storage
+from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
+from cases.storage_forms.storage_form import MASK_ARRAYS, StorageForm
+from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
 from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
+_PAIRS = ("segment_ids", "indices", *MASK_ARRAYS)
+DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", *_PAIRS)
+"""The arrays by name that `StoredCall.store` turns into stored operands."""
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
 _CONTRACT = Formulas()
@@ -130,16 +134,21 @@ class LatentCall:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
         """Make the call with `k [B, S, 1, H]` as the latent; `v [B, S, 1, V]` only gives the depth V of values."""
         arranged = self.form.arrange({"k": k})
-        return self.call(q, *arranged.values(), **add_latent_options(q, v.shape[-1], options))
+        return self.call(q, *arranged.values(), **add_latent_options(q.shape[-1], v.shape[-1], options))
 
 
-def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim` and `scale` to the options of a call with a latent.
+def add_latent_options(depth: int, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add `value_dim` and `scale` to the options of a call with a latent of this depth."""
+    return {**options, "value_dim": value_dim, "scale": _choose_latent_scale(depth, options)}
 
-    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
+
+def _choose_latent_scale(depth: int, options: Mapping[str, Any]) -> float:
+    """Return the scale of a call with a latent, which is always passed.
+
+    A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
     """
-    scale = options.get("scale")
-    return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
+    scale: float | None = options.get("scale")
+    return 1 / math.sqrt(depth) if scale is None else scale
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
@@ -205,9 +214,9 @@ class StoredCall:
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
-        options |= self._pack_pairs(storage, options)
-        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"))
-        *rows, heads, _ = stored["q"].shape
+        pairs = {name: options.pop(name) for name in _PAIRS if name in options}
+        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"), **pairs)
+        rows, heads = storage["q_rows"].shape, q.shape[2]
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
         if not save_residuals:
@@ -239,21 +248,34 @@ class StoredCall:
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
         q_scale: float | None = None,
+        **pairs: Any,
     ) -> dict[str, Any]:
-        """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
+        """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands.
+
+        `pairs` are masks, lists of keys and segment ids of the dense problem.
+        """
         added, stale = padding or {}, storage["stale"]
-        tokens = storage["tokens" if self.writes else "held"]
-        keys = {"k": k} if self.form.is_tied else storage.get("raw", {"k": k, "v": v})
-        gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
-        pages = {"k_pages": k, "v_pages": v} if self.writes else {}
+        keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
+        arranged = self.form.arrange(
+            {name: _gather(x, storage["held"], stale, added.get(name)) for name, x in keys.items()}
+        )
+        queries = self.pack_queries(q, storage, added.get("q"), q_scale)
+        named = {"q": queries, **arranged}
+        if self.writes:
+            made, raw = WRITE_FORMS[self.form.name], storage.get("raw", keys)
+            new = self.form.arrange({name: _gather(x, storage["tokens"], stale) for name, x in raw.items()})
+            named = {
+                **made.name_queries(queries, v.shape[-1]),
+                **made.name_tokens(tuple(new.values()), v.shape[-1]),
+                **dict(zip(made.pools, arranged.values(), strict=True)),
+            }
         scales = (
             {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
         )
         return {
-            "q": self.pack_queries(q, storage, added.get("q"), q_scale),
-            **self.form.arrange(gathered),
-            **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
+            **named,
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
+            **pack_pairs(pairs, storage),
             **self.select_tables(storage),
         }
 
@@ -280,21 +302,11 @@ class StoredCall:
         tables = {name: storage[name] for name in self.form.tables}
         return tables if self.counts or "num_seqs" not in tables else _close_tables(tables)
 
-    def _pack_pairs(self, storage: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the masks and segment ids among `options` in their stored form; those of the dense problem go in."""
-        packed: dict[str, Any] = {}
-        if (ids := options.get("segment_ids")) is not None:
-            held = (storage["q_rows"], storage["held"])
-            # Tokens of nobody have an id that other tokens have.
-            packed["segment_ids"] = tuple(_gather_rows(x, rows, x[0, 0]) for x, rows in zip(ids, held, strict=True))
-        for name in MASK_PARAMETERS:
-            if name != "mask_mod" and options.get(name) is not None:
-                packed[name] = _pack_mask(name, options[name], storage)
-        return packed
-
     def bind_depth(self, value_dim: int) -> Callable[..., Any]:
         """Return the kernel's call, with all arguments by keyword, for values of the depth `value_dim`."""
-        return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
+        if self.form.is_tied and not self.writes:
+            return functools.partial(self._call_tied, value_dim)
+        return self.call_by_keyword
 
     def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
@@ -305,13 +317,19 @@ class StoredCall:
         out, residuals, _ = self.write(**arguments)
         return out if residuals is None else (out, residuals)
 
-    def write(
-        self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`."""
+    def write(self, *, save_residuals: bool = False, **arguments: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Make a call that writes pages; return `out`, residuals or None, and pages by name. Raises `WrongReturn`.
+
+        `arguments` are all arguments of the call by name, the stored operands too.
+        """
+        made = WRITE_FORMS[self.form.name]
+        operands = {name: arguments.pop(name) for name in made.operands}
+        if self.form.is_tied:
+            depth = sum(operands[name].shape[-1] for name in made.queries)
+            arguments["scale"] = _choose_latent_scale(depth, arguments)
         asked = {"save_residuals": True} if save_residuals else {}
-        returned = self.call(q, k, v, k_pages, v_pages, **self._name_numbers(others), **asked)
-        names = POOLS if "k_scales" in others else PAGE_ARRAYS
+        names = (*made.pools, *(name for name in made.scales if name in arguments))
+        returned = self.call(*operands.values(), **self._name_numbers(arguments), **asked)
         found = returned_values.check_pages(returned, names, save_residuals=save_residuals)
         return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
 
@@ -326,7 +344,7 @@ class StoredCall:
         return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
-        return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
+        return self.call_by_keyword(q=q, **add_latent_options(q.shape[-1], value_dim, arguments))
 
     def _restore(self, name: str, x: Any, shape: tuple[int, ...], places: Any, absent: Any) -> jax.Array:
         """Gather a result for stored queries, `[*rows, N, ...]`, into its dense form `[B, T, N, ...]`.
@@ -369,6 +387,21 @@ def _gather_rows(x: Any, held: Any, absent: Any) -> jax.Array:
     return jnp.where(there, flat[jnp.maximum(held, 0)], absent)
 
 
+def pack_pairs(arrays: Mapping[str, Any], storage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `arrays` by name, with masks, lists of keys and segment ids of the dense problem in their stored form."""
+    packed = dict(arrays)
+    if (ids := packed.get("segment_ids")) is not None:
+        held = (storage["q_rows"], storage["held"])
+        # Tokens of nobody have an id that other tokens have.
+        packed["segment_ids"] = tuple(_gather_rows(x, rows, x[0, 0]) for x, rows in zip(ids, held, strict=True))
+    if (lists := packed.get("indices")) is not None:
+        packed["indices"] = _pack_lists(lists, storage["q_rows"])
+    for name in MASK_ARRAYS:
+        if packed.get(name) is not None:
+            packed[name] = _pack_mask(name, packed[name], storage)
+    return packed
+
+
 def _pack_mask(name: str, mask: Any, storage: Mapping[str, Any]) -> jax.Array:
     """Pack booleans `[b, 1, T, S]` for packed queries; columns that no query may read are true.
 
@@ -405,6 +438,14 @@ def _find_own_places(storage: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, 
         of_keys = jnp.asarray(storage["cu_kv_lens"])
         ends = of_keys[number + 1] - of_keys[number]
     return ends, queries, row - starts[number]
+
+
+def _pack_lists(indices: Any, q_rows: Any) -> jax.Array:
+    """Gather lists of keys `[B, T, k]` into their stored form, `[total_q, k]`; those of padding may be any integers."""
+    q_rows, flat = jnp.asarray(q_rows), jnp.asarray(indices).reshape(-1, indices.shape[-1])
+    place = jnp.arange(q_rows.size)[:, None] + jnp.arange(flat.shape[1])
+    junk = jnp.asarray(JUNK_ENTRIES, jnp.int32)[place % len(JUNK_ENTRIES)]
+    return jnp.where((q_rows != NOBODY)[:, None], flat[jnp.maximum(q_rows, 0)], junk)
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from conformance.accelerators.compilation import CallRefused, CompileError, NoCo
 from conformance.accelerators.targets import CompileTarget, list_targets
 from conformance.execution.executor import Arrays, Executor
 from conformance.execution.executor import CompiledCalls as Entries
-from conformance.execution.stored_calls import StoredCall
+from conformance.execution.stored_calls import DENSE_ARGUMENTS, StoredCall
 
 Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 
@@ -120,7 +120,7 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     statics, arrays = executor.arguments(problem)
-    dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
+    dense = {name: arrays[name] for name in DENSE_ARGUMENTS if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
     store = functools.partial(call.store, q_scale=statics.get("q_scale"))
     call_by_keyword = call.bind_depth(problem.v.shape[-1])

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.operand_values import Problem
+from cases.storage_forms.page_writes import WRITE_FORMS
 from conformance.execution import returned_values
 from conformance.execution.executor import Arrays, Executor, Values
-from conformance.execution.stored_calls import StoredCall
+from conformance.execution.stored_calls import StoredCall, pack_pairs
 from conformance.executor_tasks.single_calls import is_changed
 
 Program = Any
@@ -27,11 +28,11 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return the pages `[pages, page_size, K, .]` as one call returns them, scales if it computes these, and `out`.
+    """Return the arrays of pages by name as one call returns them, those of scales if it computes these, and `out`.
 
     `out` is packed, `[total_q, N, V]`.
 
-    `tokens` has `k` and `v` `[total_q, K, .]`, packed like the queries. `before` has the pages before the call.
+    `tokens` has the new tokens by name, packed like the queries. `before` has the pages before the call.
     """
     return _run_once(executor, tokens, before, _bind_call(executor, problem, save_residuals=save_residuals))
 
@@ -113,20 +114,27 @@ def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool, **
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     others = {name: x for name, x in arrays.items() if name not in ("k", "v", "kv_scales")}
-    return functools.partial(_call_checked, call, statics, save_residuals), others
+    return functools.partial(_call_checked, call, statics, save_residuals, problem.v.shape[-1]), others
 
 
 def _call_checked(
-    call: StoredCall, statics: Mapping[str, Any], save_residuals: bool, arrays: Arrays, tokens: Arrays, pools: Arrays
+    call: StoredCall,
+    statics: Mapping[str, Any],
+    save_residuals: bool,
+    value_dim: int,
+    arrays: Arrays,
+    tokens: Arrays,
+    pools: Arrays,
 ) -> tuple[Any, Any, Any]:
     """Make the call that writes pages, in its own convention, and check the shapes of `out` and residuals."""
     storage = arrays["storage"]
-    others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
+    others = pack_pairs({name: x for name, x in arrays.items() if name not in ("q", "storage")}, storage)
     q = call.pack_queries(arrays["q"], storage, q_scale=statics.get("q_scale"))
+    operands = {**WRITE_FORMS[call.form.name].name_queries(q, value_dim), **tokens, **pools}
     out, residuals, after = call.write(
-        q=q, **tokens, **pools, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
+        **operands, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
     )
-    returned_values.check_shape("out", out, (*q.shape[:2], tokens["v"].shape[-1]))
+    returned_values.check_shape("out", out, (*q.shape[:2], value_dim))
     if residuals is not None:
         out, residuals = returned_values.check_residuals((out, residuals))
         for name, x in residuals.items():

@@ -113,7 +113,8 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
     """
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
-    mask_specs = {name: rows for name in _list_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    batch = problem.q.shape[0]
+    mask_specs = {name: rows for name, leaves in _list_mask_arrays(arrays) if all(x.shape[0] == batch for x in leaves)}
     return call, arrays, _build_specs(problem, "B") | mask_specs, rows
 
 
@@ -122,15 +123,16 @@ def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
     call, arrays = executor.bind(problem)
     mask_specs = {
         name: _build_spec(None, _AXIS)
-        for name in _list_mask_arrays(arrays)
-        if arrays[name].ndim == 4 and arrays[name].shape[1] == problem.q.shape[2]
+        for name, leaves in _list_mask_arrays(arrays)
+        if all(x.ndim == 4 and x.shape[1] == problem.q.shape[2] for x in leaves)
     }
     return call, arrays, _build_specs(problem, "NK") | mask_specs, _build_spec(None, None, _AXIS)
 
 
-def _list_mask_arrays(arrays: Arrays) -> set[str]:
-    """List the names of the arrays to which the mask was lowered."""
-    return set(arrays) - {operand.name for operand in OPERANDS}
+def _list_mask_arrays(arrays: Arrays) -> list[tuple[str, list[Any]]]:
+    """List the arrays to which the mask was lowered, by argument: an array, or the leaves of a mask object."""
+    operands = {operand.name for operand in OPERANDS}
+    return [(name, jax.tree.leaves(x)) for name, x in arrays.items() if name not in operands]
 
 
 def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:

@@ -17,7 +17,7 @@ from cases.operand_values import Problem
 from conformance import program_cache
 from conformance.execution import returned_values
 from conformance.execution.executor import Arrays, Executor, call_plain, pull_back
-from conformance.execution.stored_calls import StoredCall
+from conformance.execution.stored_calls import DENSE_ARGUMENTS, StoredCall
 
 # Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
 _CALLS = 3
@@ -161,9 +161,8 @@ def _bind_own_form(executor: Executor, problem: Problem) -> tuple[Callable[[Arra
     if not isinstance(call, StoredCall):
         return plain, arrays
     statics, _ = executor.arguments(problem)
-    dense = {"q", "k", "v", "storage", "kv_scales"}
-    q, k, v, storage = (arrays[name] for name in ("q", "k", "v", "storage"))
-    stored = call.store(q, k, v, storage, kv_scales=arrays.get("kv_scales"), q_scale=statics.get("q_scale"))
+    dense = {name: arrays[name] for name in DENSE_ARGUMENTS if name in arrays}
+    stored = call.store(**dense, q_scale=statics.get("q_scale"))
     others = {name: x for name, x in arrays.items() if name not in dense}
     attend = call.bind_depth(problem.v.shape[-1])
     return lambda given: attend(**given, **statics), jax.tree.map(np.asarray, {**stored, **others})

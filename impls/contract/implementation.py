@@ -40,6 +40,7 @@ from cases.operand_registry import FURTHER_RESULTS, GRADIENTS, OPTIONAL, RESIDUA
 from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.page_writes import WRITE_FORMS
 from cases.storage_forms.stored_cases import find_refusal, lower_stored_mask
 from impls.contract.argument_validation import validate_arguments
 from impls.contract.declarations import (
@@ -161,7 +162,9 @@ class Implementation(Behaviour):
       storage: the name of a storage form (`cases.storage_forms.form_registry`), if `call` takes its operands in that
         form (docs/contract.md, section 8) and in no other; None for dense operands. The mask reaches stored calls as
         `causal` or `window`, except for dense latents. The gradient of a latent is `dk`.
-      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
+      writes_pages: True if the call gets new tokens, writes them into pages and returns the pages as well: a `"paged"`
+        call `call(q, k, v, k_pages, v_pages, ...)`, or a `"latent_pages"` call `call(q_nope, q_pe, c_kv, k_pe,
+        latent_pages, ...)`.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       tunable: settings such as block sizes that `python -m conformance tune` may choose.
       variants: by name, other calls that must give the same results, for example with other block sizes or schedules.
@@ -240,8 +243,10 @@ class Implementation(Behaviour):
         """Refuse declarations that contradict the storage form, and set those that follow from it."""
         if name is not None and name not in FORMS:
             raise ValueError(f"storage must be one of {', '.join(map(repr, (*FORMS, None)))}, got {name!r}")
-        if self.writes_pages and name != "paged":
-            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {name!r}")
+        if self.writes_pages and name not in WRITE_FORMS:
+            raise ValueError(
+                f"{self.name}: writes_pages needs storage {' or '.join(map(repr, WRITE_FORMS))}, got {name!r}"
+            )
         if name is None:
             return
         form = FORMS[name]
@@ -356,6 +361,6 @@ def validate_mask(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
     for leaf in iter_leaves(mask):
-        if leaf.refusal and leaf.feature not in offers:
-            raise NotImplementedError(f"{leaf.feature}: this implementation {leaf.refusal}")
+        if leaf.refusal and (missing := [feature for feature in leaf.features if feature not in offers]):
+            raise NotImplementedError(f"{missing[0]}: this implementation {leaf.refusal}")
     mask.check_operands(batch, num_q_heads, q_length, kv_length)

@@ -88,7 +88,7 @@ def attention(
     options |= {"score_mod": score_mod, "logit_scale": logit_scale}
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     dropout_rate, dropout_key = validate_dropout(dropout_rate, dropout_key)
-    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], offers=("indices",))
     if compute_axis_order not in EINSUMS:
         raise ValueError(f"compute_axis_order must be one of {tuple(EINSUMS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))

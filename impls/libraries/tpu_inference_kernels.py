@@ -1,9 +1,8 @@
 """Adapters of tpu-inference (vLLM on TPUs): ragged paged attention (v3), and the same over latents (MLA, v1).
 
-Both kernels write the tokens of their queries into pages. The adapter of the first kernel returns these pages. The
-contract's call over latents passes pages that already hold the tokens; its adapter gathers them from the pages, so the
-kernel writes what is there already. Pages have the kernels' layouts, in which servers keep them. Keys and values
-alternate by head, `[pages, page_size, 2 K / packing, packing, H]`. Rank and rotary part of a latent are each padded to
+Both kernels write the tokens of their queries into pages, and the adapters return these pages. Pages have the kernels'
+layouts, in which servers keep them. Keys and values alternate by head, `[pages, page_size, 2 K / packing, packing, H]`.
+Rank and rotary part of a latent are each padded to
 whole lanes. Leading sequences with a single query are counted separately, since the kernels have a different program
 for them. Windows include the query's own key. There are no residuals, no sinks, and no sequences without queries.
 
@@ -50,7 +49,6 @@ VMEM_LIMIT_BYTES = 64 << 20
 ABSENT = "tpu-inference is not installed: pip install --no-deps tpu-inference==0.32.0"
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its reshaped refs"
 _PACKAGE = "tpu_inference"
-_MAX_INT32 = 2**31 - 1  # larger than the index of every token
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 32}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
@@ -109,10 +107,12 @@ def attention(
 
 
 def latent_attention(
-    q: Float[Array, "total_q N H"],
-    latent_pages: Float[Array, "pages page_size H"],
+    q_nope: Float[Array, "total_q N V"],
+    q_pe: Float[Array, "total_q N R"],
+    c_kv: Float[Array, "total_q V"],
+    k_pe: Float[Array, "total_q R"],
+    latent_pages: Float[Array, "pages page_size V+R"],
     *,
-    value_dim: int,
     scale: float,
     kv_lens: Int[Array, " max_seqs"],
     page_indices: Int[Array, "max_seqs pages_per_seq"],
@@ -122,26 +122,22 @@ def latent_attention(
     soft_cap: float | None = None,
     block_q: int = BLOCK_Q_LATENT,
     block_kv: int = BLOCK_KV,
-) -> jax.Array:
-    """Implement the call over latents in pages (docs/contract.md, section 8).
+) -> tuple[jax.Array, jax.Array]:
+    """Implement the call that writes latents into pages (docs/contract.md, section 8).
 
     In bf16 the kernel needs an even number of tokens. The number of heads must be a multiple of the queries per block.
 
     Raises:
       ImportError: tpu-inference is not installed.
     """
-    page_size, total = latent_pages.shape[1], len(q)
-    q = _pad_axis(q, 0, total + total % 2)
-    tokens = _gather_tokens(len(q), latent_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    (pages, page_size, _), total, rank = latent_pages.shape, len(q_nope), q_nope.shape[2]
+    tokens = (_pad_axis(x, 0, total + total % 2) for x in (q_nope, q_pe, c_kv, k_pe))
     library = _load_module("mla.v1.kernel")
-    parts = (latent_pages[..., :value_dim], latent_pages[..., value_dim:])
-    cache = jnp.concatenate([_pad_axis(x, 2, -(-x.shape[2] // LANES) * LANES) for x in parts], axis=2)
-    shape = library.get_kv_cache_shape(len(cache), page_size, cache.shape[2], cache.dtype)
-    out, _ = library.mla_ragged_paged_attention(
-        q[..., :value_dim],
-        q[..., value_dim:],
-        tokens[:, :value_dim],
-        tokens[:, value_dim:],
+    parts = (latent_pages[..., :rank], latent_pages[..., rank:])
+    cache = jnp.concatenate([_pad_axis(x, 2, _round_to_lanes(x.shape[2])) for x in parts], axis=2)
+    shape = library.get_kv_cache_shape(pages, page_size, cache.shape[2], cache.dtype)
+    out, written = library.mla_ragged_paged_attention(
+        *tokens,
         cache.reshape(shape),
         kv_lens,
         page_indices.reshape(-1),
@@ -151,11 +147,16 @@ def latent_attention(
         sliding_window=_count_window_keys(window),
         soft_cap=soft_cap,
         num_kv_pages_per_block=-(-block_kv // page_size),
-        num_queries_per_block=math.gcd(block_q, q.shape[1]),
+        num_queries_per_block=math.gcd(block_q, q_nope.shape[1]),
         vmem_limit_bytes=VMEM_LIMIT_BYTES,
     )
-    found: jax.Array = out[:total]
-    return found
+    written = written.reshape(cache.shape)
+    first = _round_to_lanes(rank)
+    return out[:total], jnp.concatenate([written[..., :rank], written[..., first : first + q_pe.shape[2]]], axis=2)
+
+
+def _round_to_lanes(depth: int) -> int:
+    return -(-depth // LANES) * LANES
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -174,24 +175,6 @@ def _build_distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
     leading = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
     first = jnp.minimum(leading, count)
     return jnp.stack([first, first, count])
-
-
-def _gather_tokens(
-    total: int,
-    latent_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: Any,
-) -> jax.Array:
-    """Gather the latents of the queries' tokens from the pages, `[total_q, H]`; zeros past the last sequence."""
-    most, page_size = len(kv_lens), latent_pages.shape[1]
-    token = jnp.arange(total, dtype=jnp.int32)
-    ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _MAX_INT32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), most - 1)
-    j = jnp.maximum(kv_lens[sequence] - cu_q_lens[sequence + 1] + token, 0)
-    found = latent_pages[page_indices[sequence, j // page_size], j % page_size]
-    return jnp.where((token < cu_q_lens[num_seqs[0]])[:, None], found, 0)
 
 
 @contextlib.contextmanager
@@ -232,8 +215,6 @@ def _find_case_limit(case: Case) -> str | None:
 
 
 def _find_latent_case_limit(case: Case) -> str | None:
-    if case.head_dim == case.v_head_dim:
-        return "needs a rotary part behind the values"
     if case.dtype == "bf16" and not hasattr(pltpu, "reciprocal"):
         return "needs jax 0.11 in bf16, for pltpu.reciprocal"
     return _find_case_limit(case)
@@ -275,10 +256,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _build_implementation(
         LATENT,
         latent_attention,
-        description="ragged paged attention over latents (MLA, v1) of tpu-inference",
+        description="ragged paged attention over latents (MLA, v1) of tpu-inference, which writes new latents",
         unsupported={name: reason for name, reason in UNSUPPORTED.items() if name != "v_head_dim"},
         supports_case=_find_latent_case_limit,
         arithmetic=Arithmetic(products=get_default_products()),
         storage="latent_pages",
+        writes_pages=True,
     ),
 )

@@ -9,7 +9,7 @@ from impls.paged.implementation import (
 )
 from impls.paged.page_copies import side_by_side
 from impls.paged.paged_latent import latent_attention
-from impls.paged.paged_update import attention_with_update
+from impls.paged.paged_update import attention_with_update, latent_attention_with_update
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -19,5 +19,6 @@ __all__ = [
     "build_latent_implementation",
     "build_quantized_tpu_implementation",
     "latent_attention",
+    "latent_attention_with_update",
     "side_by_side",
 ]

@@ -15,7 +15,7 @@ from impls.jax_compat import get_device_kind, runs_on
 from impls.paged.attention import Backend, attention
 from impls.paged.page_copies import side_by_side
 from impls.paged.paged_latent import latent_attention
-from impls.paged.paged_update import attention_with_update
+from impls.paged.paged_update import attention_with_update, latent_attention_with_update
 from impls.pallas_gpu.mosaic_decode import find_shape_limit
 from impls.pallas_gpu.mosaic_tiles import NO_HOPPER, find_device_limit
 
@@ -215,6 +215,20 @@ def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"
     )
 
 
+def _build_latent_update_implementation(name: str) -> Implementation:
+    """Declare latent attention in plain JAX that writes the new latents into pages first."""
+    return dataclasses.replace(
+        build_latent_implementation(name),
+        call=functools.partial(latent_attention_with_update, **_JUDGED_SIZES),
+        description="latent attention over latents in pages, in plain JAX, new latents written into the pages first",
+        writes_pages=True,
+        variants={
+            variant: functools.partial(latent_attention_with_update, **changed)
+            for variant, changed in _VARIANTS["portable"].items()
+        },
+    )
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     # Its products have one shape in all calls: tiles begin with a query of a sequence, and blocks with its key 0.
     dataclasses.replace(build_implementation("paged"), batch_invariant=True),
@@ -223,6 +237,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_mosaic_implementation("paged_gpu_mosaic"),
     _build_update_implementation("paged_update"),
     build_latent_implementation("paged_latent"),
+    _build_latent_update_implementation("paged_latent_update"),
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
     _build_scaled_implementation("paged_quantized"),
     _build_scaled_update_implementation("paged_update_quantized"),

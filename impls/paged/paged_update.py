@@ -1,8 +1,9 @@
-"""Attention that first writes the keys and values of its queries' tokens into pages, as servers do.
+"""Attention that first writes the keys and values, or the latents, of its queries' tokens into pages, as servers do.
 
 The token of query `i` of sequence `b` is key `j = kv_len - q_len + i` of the sequence. It lies in row `j % page_size`
 of page `page_indices[b, j // page_size]`. The call returns new arrays of pages, which differ from its operands only in
-these rows. Under `jax.jit` with `donate_argnames=("k_pages", "v_pages")` they reuse the operands' memory.
+these rows. Under `jax.jit` with `donate_argnames=("k_pages", "v_pages")`, or `("latent_pages",)`, they reuse the
+operands' memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.quantization import find_largest
 from impls.paged.attention import attention, check_paged_operands, check_tables, widen_queries
+from impls.paged.paged_latent import latent_attention
 
 _MAX_INT32 = 2**31 - 1  # larger than the index of every token
 
@@ -129,9 +131,58 @@ def _quantize(name: str, x: Any, pool: Any, scales: Any) -> Any:
     return (jnp.round(clipped) if pool.dtype == jnp.int8 else clipped).astype(pool.dtype)
 
 
+def latent_attention_with_update(
+    q_nope: Float[Array, "total_q N V"],
+    q_pe: Float[Array, "total_q N R"],
+    c_kv: Float[Array, "total_q V"],
+    k_pe: Float[Array, "total_q R"],
+    latent_pages: Float[Array, "pages page_size V+R"],
+    *,
+    scale: float,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    save_residuals: bool = False,
+    **options: Any,
+) -> Any:
+    """Write new latents into pages, then attend to them and to what was there (docs/contract.md, section 8).
+
+    Queries and new latents come in two parts: the compressed part, which is the value too, and the rotary part. A row
+    of a page holds both parts, in this order.
+
+    Args:
+      options: those of `impls.paged.paged_latent.latent_attention`.
+
+    Returns:
+      `(out, latent_pages)`, or `(out, {"logsumexp": ..., "max_logits": ...}, latent_pages)`.
+
+    Raises:
+      ValueError: an operand or an option is invalid; the message names it.
+      NotImplementedError: differentiation.
+    """
+    for name, x, content in (("q_pe", q_pe, q_nope), ("k_pe", k_pe, c_kv)):
+        if x.shape[:-1] != content.shape[:-1] or x.dtype != content.dtype:
+            must = f"{content.dtype}{list(content.shape[:-1])} as its compressed part"
+            raise ValueError(f"{name} must be {must} in all axes but the last, got {x.dtype}{list(x.shape)}")
+    tables: dict[str, Any] = {
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+    }
+    check_tables(**tables)
+    q, latent = (jnp.concatenate(parts, axis=-1) for parts in ((q_nope, q_pe), (c_kv, k_pe)))
+    page, row = _find_slots(len(q), latent_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
+    latent_pages = _write_rows("latent", latent, latent_pages, page, row)
+    asked: dict[str, Any] = {"value_dim": q_nope.shape[-1], "scale": scale, "save_residuals": save_residuals}
+    found = latent_attention(q, latent_pages, **asked, **tables, **options)
+    return (*found, latent_pages) if save_residuals else (found, latent_pages)
+
+
 def _find_slots(
     total: int,
-    k_pages: jax.Array,
+    pool: jax.Array,
     *,
     kv_lens: Int[Array, " max_seqs"],
     page_indices: Int[Array, "max_seqs pages_per_seq"],
@@ -139,7 +190,7 @@ def _find_slots(
     num_seqs: Int[Array, "1"],
 ) -> tuple[jax.Array, jax.Array]:
     """Find the page and the row of each of `total` tokens, int32 `[total]`; out of bounds for tokens not written."""
-    pages, page_size = k_pages.shape[:2]
+    pages, page_size = pool.shape[:2]
     most = len(kv_lens)
     token = jnp.arange(total, dtype=jnp.int32)
     # Entries past the last sequence may be any integers, but the search needs ascending ones.

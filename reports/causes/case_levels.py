@@ -27,7 +27,7 @@ _OFFSET = re.compile(r"-o(-?\d+)$")
 # Mask terms that let no query attend to a later key: causal masks, and windows without a right side.
 _CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba")
 _ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b")
-_KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf))((?:-\d+)+)$")
+_KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf)(?:-f\d+)?)((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
 FIELD_GROUPS: tuple[tuple[str, ...], ...] = (
@@ -62,10 +62,12 @@ _MASKS = {
     "densehead": "under a dense mask for each head",
     "densebatch": "under a dense mask for each batch row",
     "indexer": "under an indexer's mask",
+    "lightning": "of an indexer",
+    "listed": "with lists of keys",
     "moba": "under a MoBA mask",
     "own": "under a window at each batch row's own position",
 }
-_ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer"})
+_ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer", "listed"})
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
 # For levels whose name is not the name of a feature: the features that an implementation declares unsupported to
 # exclude the level.
@@ -76,6 +78,7 @@ _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
     "spans": ("bidirectional",),
     "densehead": ("dense_head",),
     "densebatch": ("dense_batch",),
+    "listed": ("indices",),
     "own": ("own_window",),
     "mask offset": ("offset",),
     "T != S": ("unequal_lengths",),

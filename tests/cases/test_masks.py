@@ -66,8 +66,10 @@ def definition(mask: Mask) -> Allowed:
             return lambda b, n, i, j: bool(array[b if rows > 1 else 0, n if heads > 1 else 0, i, j])
         case Lengths(lengths):
             return lambda b, n, i, j: j < lengths[b]
-        case OwnWindow(left, positions):
-            return lambda b, n, i, j: j <= positions[b] + i and (left is None or j >= positions[b] + i - left)
+        case OwnWindow(left, positions, first):
+            return lambda b, n, i, j: (
+                j <= positions[b] + i and (left is None or j >= positions[b] + i - left or j < first)
+            )
         case HeadWindow(lefts):
             return lambda b, n, i, j: i - lefts[n] <= j <= i
         case And(one, other):
@@ -121,7 +123,8 @@ def stored_masks(draw: st.DrawFn, q_length: int, kv_length: int) -> Mask:
     lead = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     lengths = draw(st.tuples(*[st.integers(0, kv_length)] * 2))
     array = random_booleans((*lead, q_length, kv_length), draw(st.integers(0, 3)))
-    own = OwnWindow(draw(st.none() | st.integers(0, kv_length)), (lengths[0] - q_length, lengths[1] - q_length))
+    left, first = draw(st.none() | st.integers(0, kv_length)), draw(st.integers(0, 3))
+    own = OwnWindow(left, (lengths[0] - q_length, lengths[1] - q_length), first)
     arrays = [Dense(array), Dense(array | True), Dense(array & False)]
     return draw(st.sampled_from([Lengths(lengths), own, HeadWindow(lengths), *arrays]))
 
@@ -257,6 +260,7 @@ def test_what_dense_returns_may_be_written_to() -> None:
         (lambda: Bidirectional(((-1, 3),)), r"span must satisfy 0 <= start < stop, got \(-1, 3\)"),
         (lambda: Lengths((3, -1)), r"lengths must be >= 0, got \(3, -1\)"),
         (lambda: OwnWindow(-1, (3, 4)), "window left must be >= 0 .* got -1"),
+        (lambda: OwnWindow(1, (3, 4), -1), "window first must be >= 0, got -1"),
         (lambda: HeadWindow((3, -1)), r"window lefts must be >= 0, got \(3, -1\)"),
         (lambda: LoadBalancedCausal(0, 8), "cp_size must be positive, got 0"),
         (lambda: LoadBalancedCausal(2, 10), "length 10 must be a multiple of 2 .* 4"),

@@ -14,7 +14,7 @@ from cases.grid import build_grid
 from cases.operand_values import Problem
 from cases.quantization import COMPUTED_CACHES, GIVEN_CACHES, SCALE_ERROR, UNIT_CACHES, find_largest
 from cases.storage_forms import server_traces
-from cases.storage_forms.page_writes import PAGE_ARRAYS, build_raw_operands, build_writing, find_slots, view_bits
+from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, build_writing, find_slots, view_bits
 from cases.storage_forms.paged_cases import find_models
 from cases.storage_forms.paged_form import COMPUTED_FEATURES, WRITTEN_FEATURES
 from cases.storage_forms.storage_layout import NOBODY, Storage
@@ -149,7 +149,7 @@ def test_a_life_writes_what_later_steps_read() -> None:
         what = build_writing(step.problem, 0, finite=False, before=before)
         storage = step.problem.storage
         assert storage is not None
-        for name, x in zip(PAGE_ARRAYS, (step.problem.k, step.problem.v), strict=True):
+        for name, x in zip(WRITE_FORMS["paged"].pools, (step.problem.k, step.problem.v), strict=True):
             for n, (row, _, stop) in enumerate(step.queries):
                 j, size = np.arange(stop), storage.held.shape[1]
                 assert (what.after[name][storage.tables["page_indices"][n, j // size], j % size] == x[row, :stop]).all()

@@ -56,6 +56,17 @@ def test_a_token_lies_in_its_slot_modulo_the_slots(case: Case) -> None:
     assert (lengths[case.batch :] == 0).all()
 
 
+def test_the_first_tokens_keep_their_slots_and_the_others_turn_behind_them() -> None:
+    case = dataclasses.replace(DECODE, mask="own-l9-f4-45-16-17-3")
+    assert "first_tokens" in case.features
+    storage = draw_storage(case)
+    for b, length in enumerate(case.kv_lengths):
+        in_ring = range(max(4, length - 12), length)
+        for p, slot in [*((p, p) for p in range(min(4, length))), *((p, 4 + (p - 4) % 12) for p in in_ring)]:
+            assert storage.held[b, slot] == b * case.kv_length + p
+        assert (storage.held[b] != NOBODY).sum() == min(length, 16)
+
+
 def test_every_row_has_all_queries() -> None:
     storage = draw_storage(CHUNK)
     assert storage.q_rows.ravel()[:12].tolist() == list(range(12))
@@ -73,6 +84,9 @@ def test_every_row_has_all_queries() -> None:
         ("own-l16-45-16-17-5", True),
         ("own-linf-45-16-17-5", True),
         ("own-linf-16-16-3-5", False),
+        ("own-l11-f4-45-16-17-5", False),
+        ("own-l12-f4-45-16-17-5", True),
+        ("own-l0-f16-45-16-17-5", True),
         ("lengths-16-16-3-5", True),
     ],
 )

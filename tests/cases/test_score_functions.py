@@ -118,7 +118,7 @@ def test_masks_are_functions_unless_they_are_arrays_or_choices() -> None:
         for kind in KINDS
         if kind.example and not has_formula(mask_spec.build_mask(kind.example, 1, 2, 128, 128, 0))
     }
-    assert found == {"dense", "densehead", "densebatch", "indexer", "moba"}
+    assert found == {"dense", "densehead", "densebatch", "indexer", "lightning", "listed", "moba"}
     array = Dense(np.ones((T, S), bool))
     for mask in (array, Causal() & array, array | Lengths((1, 2, 3))):
         with pytest.raises(ValueError, match="must be a formula of places"):

@@ -100,7 +100,7 @@ def test_a_mask_that_cannot_be_moved_has_no_pieces(mask: str) -> None:
 
 def test_every_mask_that_has_a_decode_form_is_decoded() -> None:
     cases = select_decoding_cases(3)
-    kinds = ("causal", "window", "chunked", "dense", "indexer", "spans", "moba")
+    kinds = ("causal", "window", "chunked", "dense", "indexer", "listed", "spans", "moba")
     assert all(any(kind in case.mask for case in cases) for kind in kinds)
     assert any(case.segments for case in cases)
     assert {case.kv_cache for case in cases} == {None, "kvint8-token", "kvfp8-head"}

@@ -177,3 +177,55 @@ def test_stale_latents_in_pages_must_not_leak() -> None:
 
     assert {record.verdict for record in judge(leaks, MIXED)} == {FAIL}
     assert conforms(declare(behind_mask="finite")(leaks), MIXED)
+
+
+@pytest.mark.parametrize("kernel", [latent_attention.writing, latent_attention.writing_whole])
+def test_a_function_that_writes_latents_is_recognised(kernel: Any) -> None:
+    made = build_implementation(kernel, "kernel")
+    assert (made.storage, made.writes_pages) == ("latent_pages", True)
+    assert made.residuals == {"logsumexp", "max_logits"}
+    assert made.gradients == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("q_nope, q_pe, c_kv, latent_pages, *, scale, kv_lens, page_indices, cu_q_lens", "lacks 'k_pe'"),
+        ("q_nope, q_pe, c_kv, k_pe, latent_pages, *, kv_lens, page_indices, cu_q_lens", "lacks 'scale'"),
+        ("x, latent, latent_pages, *, scale, kv_lens, page_indices, cu_q_lens", "lacks 'q'"),
+    ],
+)
+def test_what_a_function_that_writes_latents_lacks_is_named(parameters: str, message: str) -> None:
+    with pytest.raises(NotAnAttentionFunction, match=message):
+        build_implementation(eval(f"lambda {parameters}: None"), "kernel")
+
+
+def test_a_function_gets_the_parts_of_latents_by_name_and_in_any_order() -> None:
+    seen: dict[str, Any] = {}
+
+    def attention(
+        latent_pages: Any,
+        c_kv: Any,
+        k_pe: Any,
+        q_pe: Any,
+        q_nope: Any,
+        *,
+        value_dim: int,
+        scale: float,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        num_seqs: Any,
+    ) -> Any:
+        seen.update(value_dim=value_dim, q_nope=q_nope.shape, q_pe=q_pe.shape, c_kv=c_kv.shape, k_pe=k_pe.shape)
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        return latent_attention.writing(q_nope, q_pe, c_kv, k_pe, latent_pages, scale=scale, **tables)
+
+    case = MIXED.replace("37-16-17-8", "37-32-17-8").replace("latentshared", "latent")
+    found = {record.observable: record.verdict for record in judge(attention, case, "forward")}
+    assert found == {"out": PASS, "latent_pages": PASS}
+    total = seen["q_nope"][0]
+    assert seen == {
+        "value_dim": 16,
+        **{"q_nope": (total, 4, 16), "q_pe": (total, 4, 8), "c_kv": (total, 16), "k_pe": (total, 8)},
+    }

@@ -16,8 +16,7 @@ import pytest
 
 from cases.case_id import parse_case_id
 from cases.operand_values import draw_problem
-from cases.storage_forms.page_writes import build_writing, view_bits
-from cases.storage_forms.paged_form import TABLES
+from cases.storage_forms.page_writes import WRITE_FORMS, build_writing, view_bits
 from conformance.execution import implementation_registry
 from conformance.execution.stored_calls import StoredCall, build_storage_arrays_for, lower_implementation
 from impls.contract.implementation import Implementation
@@ -54,7 +53,7 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def run(q: Any, *operands: Any, **options: Any) -> Any:
             asked = {key: x for key, x in options.items() if key not in _FOR_KERNELS}
-            out, cache = reference(q, *operands, **asked)
+            out, cache = reference(jnp.asarray(q), *map(jnp.asarray, operands), **asked)
             # The reference of latents leaves the lanes in that fill a tile.
             return jnp.pad(out[..., : q.shape[2]], ((0, len(q) - len(out)), (0, 0), (0, 0))), cache
 
@@ -85,19 +84,23 @@ def test_what_kernels_are_given_is_the_call(implementation: Implementation, case
 
 @pytest.mark.long
 @pytest.mark.usefixtures("by_reference")
-@pytest.mark.parametrize("case_id", OF_RAGGED)
-def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "case_id"), [*((RAGGED, x) for x in OF_RAGGED), *((LATENT, x) for x in OF_LATENT)]
+)
+def test_pages_come_back_as_they_were_but_for_the_new_tokens(implementation: Implementation, case_id: str) -> None:
     problem = draw_problem(parse_case_id(case_id))
     assert problem.storage is not None
     what = build_writing(problem, 0, finite=True)
-    tables: dict[str, Any] = {name: jnp.asarray(problem.storage.arrays[name]) for name in TABLES}
-    q = StoredCall.of(adapters.attention, "paged", writes=True).pack_queries(
-        problem.q, build_storage_arrays_for(RAGGED, problem)
-    )
-    given = (jnp.asarray(x[name]) for x, names in ((what.tokens, "kv"), (what.before, None)) for name in names or x)
-    _, *pools = adapters.attention(q, *given, **tables)
-    for got, must in zip(pools, what.after.values(), strict=True):
-        assert (view_bits(np.asarray(got)) == view_bits(must)).all()
+    call = StoredCall.of(implementation.call, problem.storage.form, writes=True)
+    arrays = build_storage_arrays_for(implementation, problem)
+    queries = WRITE_FORMS[problem.storage.form].name_queries(call.pack_queries(problem.q, arrays), problem.v.shape[-1])
+    stored = {**queries, **what.tokens, **what.before, **call.select_tables(arrays)}
+    given: dict[str, Any] = {name: jnp.asarray(x) for name, x in stored.items()}
+    if problem.scale is not None:
+        given["scale"] = problem.scale
+    _, _, pools = call.write(**given)
+    for name, must in what.after.items():
+        assert (view_bits(np.asarray(pools[name])) == view_bits(must)).all()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> No
             "a page size that is a multiple of 2",
         ),
         (RAGGED, "decode/f32/B2.T1.S9.N2.K1.H64.V64/own-linf-9-4/paged4-q1-0/normal/s0", "one has 0 queries and 4"),
-        (LATENT, "decode/f32/B1.T1.S9.N2.K1.H64.V64/causal-o8/scale0.2/latent4/normal/s0", "a rotary part"),
+        (LATENT, "decode/f32/B1.T1.S9.N2.K1.H64.V64/causal-o8/scale0.2/latent4/normal/s0", "no rotary part"),
     ],
 )
 def test_limits_are_declared(implementation: Implementation, case_id: str, reason: str) -> None:

@@ -52,6 +52,24 @@ class WriteSteps:
     returned: Step = lambda before, after: after
 
 
+def find_tokens(q: Array, pool: Array, tables: dict[str, Array]) -> tuple[Tokens, Call]:
+    """Of each packed token where it is in its sequence, and of the call what steps may ask."""
+    kv_lens, count = tables["kv_lens"], tables["num_seqs"][0]
+    call = Call(
+        q=q,
+        cu_q_lens=tables["cu_q_lens"],
+        count=count,
+        kv_lens=jnp.where(jnp.arange(len(kv_lens)) < count, kv_lens, 0),
+        page_indices=tables["page_indices"],
+        pages=len(pool),
+        page_size=pool.shape[1],
+    )
+    sequence, place = sequences(call.cu_q_lens, call, len(q))
+    at = jnp.minimum(sequence, call.rows - 1)
+    j = jnp.maximum(call.kv_lens[at] - call.q_lens[at] + place, 0)
+    return Tokens(sequence=at, place=place, j=j, there=sequence < call.count), call
+
+
 def writing_by(steps: WriteSteps, reads: PagedSteps | None = None) -> Callable[..., Any]:
     """The call made of `steps`, which reads by the steps `reads`."""
     attend = paged_by(reads or PagedSteps())
@@ -71,23 +89,7 @@ def writing_by(steps: WriteSteps, reads: PagedSteps | None = None) -> Callable[.
         **options: Any,
     ) -> Any:
         tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
-        call = Call(
-            q=q,
-            cu_q_lens=cu_q_lens,
-            count=num_seqs[0],
-            kv_lens=jnp.where(jnp.arange(len(kv_lens)) < num_seqs[0], kv_lens, 0),
-            page_indices=page_indices,
-            pages=len(k_pages),
-            page_size=k_pages.shape[1],
-        )
-        sequence, place = sequences(cu_q_lens, call, len(q))
-        at = jnp.minimum(sequence, call.rows - 1)
-        tokens = Tokens(
-            sequence=at,
-            place=place,
-            j=jnp.maximum(call.kv_lens[at] - call.q_lens[at] + place, 0),
-            there=sequence < call.count,
-        )
+        tokens, call = find_tokens(q, k_pages, tables)
         page, row = steps.slot(tokens, call)
         page = steps.padding(page, tokens, call)
         before = k_pages, v_pages

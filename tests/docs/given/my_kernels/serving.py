@@ -60,6 +60,24 @@ def write_pages(
     return pages
 
 
+def write_latents(
+    latent: jax.Array,  # [total_q, H]
+    latent_pages: jax.Array,  # [pages, page_size, H]
+    *,
+    kv_lens: jax.Array,  # [max_seqs]
+    page_indices: jax.Array,  # [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+) -> jax.Array:
+    """Write the latent of each query's token to its row of the pages."""
+    sequence, place = _locate(len(latent), cu_q_lens)
+    size = latent_pages.shape[1]
+    j = (kv_lens - cu_q_lens[1:] + cu_q_lens[:-1])[sequence] + place
+    there = jnp.arange(len(latent)) < cu_q_lens[num_seqs[0]]
+    page = jnp.where(there, page_indices[sequence, j // size], len(latent_pages))
+    return latent_pages.at[page, j % size].set(latent, mode="drop")
+
+
 def varlen_attention(
     q: jax.Array,  # [total_q, N, H]
     k: jax.Array,  # [total_kv, K, H]
