@@ -246,7 +246,8 @@ def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Itera
                 yield from few_operand_calls.iter_variants(case, call)
         else:
             heads = _build_heads(factor * case.num_q_heads, factor * case.num_kv_heads)
-            yield dataclasses.replace(case, **heads, **with_operand)
+            is_cache = operand.field == "kv_cache" and case.phase == "train"  # a cache is read, not differentiated
+            yield dataclasses.replace(case, **heads, **with_operand, phase="prefill" if is_cache else case.phase)
 
 
 def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:
