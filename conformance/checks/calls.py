@@ -245,16 +245,9 @@ def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Itera
                 call = {"phase": phase, "mask": "causal", "times_heads": factor, **with_operand}
                 yield from few_operand_calls.iter_variants(case, call)
         else:
-            phase = (
-                "prefill" if case.phase == "train" else case.phase
-            )  # only `out` is judged, and caches have no training
             heads = _build_heads(factor * case.num_q_heads, factor * case.num_kv_heads)
-<<<<<<< HEAD
-            yield dataclasses.replace(case, **heads, phase=phase, **with_operand)
-=======
             is_cache = operand.field == "kv_cache" and case.phase == "train"  # a cache is read, not differentiated
             yield dataclasses.replace(case, **heads, **with_operand, phase="prefill" if is_cache else case.phase)
->>>>>>> lists
 
 
 def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:
