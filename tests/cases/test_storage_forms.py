@@ -13,7 +13,7 @@ from cases import mask_spec, operand_values
 from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
 from cases.grid import build_grid
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, MaskFunction, OwnWindow, Window, place
+from cases.masks import Causal, Chunked, Full, Lengths, Listed, Mask, MaskFunction, OwnWindow, Window, place
 from cases.storage_forms import storage_layout
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS, find_form
@@ -215,6 +215,7 @@ def test_shapes_go_by_the_case_and_not_by_the_seed(case: Case) -> None:
         (OwnWindow(6, (1, -1), 2) & Lengths((5, 3)), Sides(6, 0, 2)),
         (OwnWindow(None, (1, -1), 2) & Lengths((5, 3)), Sides(None, 0)),
         (OwnWindow(6, (1, -1), 2) & OwnWindow(6, (1, -1)) & Lengths((5, 3)), None),
+        (OwnWindow(6, (1, -1), 2) & OwnWindow(None, (1, -1)) & Lengths((5, 3)), Sides(6, 0, 2)),
         (OwnWindow(6, (1, 0)) & Lengths((5, 3)), None),
         (Causal(3) & Lengths((5, 3)), None),
         (Window(4, None, 3) & Window(2, 9, 3), Sides(2, 9)),
@@ -232,8 +233,13 @@ def test_how_masks_reach_stored_calls() -> None:
     assert lower(Full(), "packed") == {}
     assert lower(Full(), "paged") == {"causal": False}
     assert lower(Causal(3), "paged", "causal") == {"causal": True}
-    with pytest.raises(NotImplementedError, match="ring"):
-        lower(Full(), "ring")
+    assert lower(KEPT, "ring") == {"window": (1, 0), "num_sink_tokens": 2}
+    assert lower(own, "ring", "window", "num_sink_tokens") == {"window": (6, 0), "num_sink_tokens": 0}
+    for mask, message in ((Full(), "ring"), (LISTS & own, "indices")):
+        with pytest.raises(NotImplementedError, match=message):
+            lower(mask, "ring")
+    with pytest.raises(NotImplementedError, match="num_sink_tokens"):
+        lower(KEPT, "ring", "window")
 
 
 def lower(mask: Mask, form: str, *parameters: str) -> dict[str, Any]:
@@ -245,6 +251,9 @@ ENDS = Lengths((5, 3))
 CHUNKS = place(Chunked(4), (1, -1)) & ENDS
 AHEAD = place(Window(2, 1), (1, -1)) & ENDS
 TREE = mask_spec.build_mask("tree-4-2_at-5-3", 2, 1, 4, 7, 0)
+KEPT = OwnWindow(1, (1, -1), 2) & ENDS
+LISTS = Listed(np.tile(np.array([6, 1, -1], np.int32), (2, 4, 1)))
+STORED_LISTS = np.tile(np.array([-1, 1, -1], np.int32), (2, 4, 1))  # no sequence has a key 6
 
 
 @pytest.mark.parametrize(
@@ -258,6 +267,11 @@ TREE = mask_spec.build_mask("tree-4-2_at-5-3", 2, 1, 4, 7, 0)
         (TREE, ("mask", "parents"), {"parents": TREE.dense(4, 7)}),
         (TREE, ("mask",), {"mask": TREE.dense(4, 7)}),
         (ENDS, ("causal",), {"causal": False}),
+        # A call over pages has no parameter for first tokens, which a window would leave out.
+        (KEPT, ("window", "mask_mod", "mask"), {"mask": KEPT.dense(4, 7)}),
+        (LISTS & CHUNKS, ("indices", "mask_mod"), {"indices": STORED_LISTS, "mask_mod": MaskFunction(Chunked(4))}),
+        (LISTS & CHUNKS, ("indices", "mask"), {"indices": STORED_LISTS, "mask": CHUNKS.dense(4, 7)}),
+        (OwnWindow(1, (1, -1)) & LISTS & ENDS, ("indices", "window"), {"indices": STORED_LISTS, "window": (1, 0)}),
     ],
 )
 def test_other_masks_go_to_the_parameters_that_a_paged_call_has(
@@ -272,6 +286,8 @@ def test_other_masks_go_to_the_parameters_that_a_paged_call_has(
     ("mask", "parameters", "missing"),
     [
         (CHUNKS, ("window",), "mask_mod"),
+        (KEPT, ("window",), "mask"),
+        (LISTS & CHUNKS, ("mask",), "indices"),
         (AHEAD, ("window", "mask_mod"), "causal"),
         (TREE, ("mask_mod",), "tree_mask"),
         (ENDS, ("window",), "causal"),

@@ -229,3 +229,35 @@ def test_a_function_gets_the_parts_of_latents_by_name_and_in_any_order() -> None
         "value_dim": 16,
         **{"q_nope": (total, 4, 16), "q_pe": (total, 4, 8), "c_kv": (total, 16), "k_pe": (total, 8)},
     }
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_function_that_writes_latents_is_told_not_to(obeys: bool) -> None:
+    def attention(
+        q_nope: Any,
+        q_pe: Any,
+        c_kv: Any,
+        k_pe: Any,
+        latent_pages: Any,
+        *,
+        scale: float,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        num_seqs: Any,
+        update_kv_cache: bool,
+    ) -> Any:
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        if update_kv_cache or not obeys:
+            return latent_attention.writing(q_nope, q_pe, c_kv, k_pe, latent_pages, scale=scale, **tables)
+        q = jnp.concatenate([q_nope, q_pe], axis=-1)
+        depth = q_nope.shape[-1]
+        return latent_attention.in_pages(q, latent_pages, value_dim=depth, scale=scale, **tables), latent_pages
+
+    case = MIXED.replace("37-16-17-8", "37-32-17-8").replace("latentshared", "latent")
+    found = {record.observable: record.verdict for record in judge(attention, case, "forward")}
+    expected = PASS if obeys else FAIL
+    assert found == {
+        **{"out": PASS, "latent_pages": PASS},
+        **{"out.no_update": expected, "latent_pages.no_update": expected},
+    }

@@ -151,6 +151,29 @@ def test_a_function_is_told_not_to_write(obeys: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("mask", ["chunked-7_at-9-3", "tree-2-3_at-9-3"])
+def test_masks_over_sequences_reach_a_function_that_writes(mask: str) -> None:
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        num_seqs: Any,
+        mask: Any = None,
+    ) -> Any:
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        return paged.attention_with_update(q, k, v, k_pages, v_pages, mask=mask, **tables)
+
+    found = by_name(attention, SHORT.replace("own-linf-9-3", mask), "forward", "aliasing")
+    assert {"out", "k_pages", "v_pages"} <= set(found)
+    assert {record.verdict for record in found.values()} == {PASS}
+
+
 def test_what_is_not_written_is_told() -> None:
     found = by_name(with_pages(lambda new, old: (new[0], *old)), SHORT)
     assert (found["out"].verdict, found["k_pages"].verdict, found["v_pages"].verdict) == (PASS, FAIL, FAIL)
