@@ -41,6 +41,7 @@ from cases.masks import (
     OwnWindow,
     Placed,
     Tree,
+    VaryingWindow,
     Window,
     place,
 )
@@ -140,6 +141,13 @@ def _build_tree(sizes: Sizes, text: str) -> Mask:
                 allowed[b, 0, row] = allowed[b, 0, row - steps[b, t]]
             allowed[b, 0, row, key] = True
     return Tree(allowed)
+
+
+def _build_varying(sizes: Sizes, left: str) -> Mask:
+    """Build a window whose left side differs by sequence and head."""
+    if sizes.ends is None:
+        raise ValueError(f"{sizes.spec!r} needs the numbers of keys: varying-lL_at-A-B")
+    return VaryingWindow(int(left), tuple(n - sizes.q_length for n in sizes.ends), sizes.num_q_heads)
 
 
 def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
@@ -334,13 +342,21 @@ KINDS: tuple[Kind, ...] = (
         build=_build_tree,
         example="",
     ),
+    Kind(
+        name="varying",
+        form="varying-lL_at-L...",
+        pattern=re.compile(r"varying-l(\d+)"),
+        type=VaryingWindow,
+        says="any mask over stored sequences, beside causal masks and windows",
+        build=_build_varying,
+        example="",
+    ),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {
     FIRST_TOKENS: "a sliding window that ends with each sequence, and the sequence's first tokens",
     "offset": "mask offset (absolute query positions)",
-    Placed.feature: "any mask over stored sequences, beside causal masks and windows",
 }
 """Features of masks, by name, with their descriptions."""
 OPT_IN = frozenset((FIRST_TOKENS, *(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
@@ -353,11 +369,11 @@ def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...],
     Raises:
       ValueError: if a term is not a mask; the message names the term.
     """
-    terms, _ = _split_ends(spec)
+    terms, _ = split_ends(spec)
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in terms.split("_or_"))
 
 
-def _split_ends(spec: str) -> tuple[str, str]:
+def split_ends(spec: str) -> tuple[str, str]:
     """Split `_at-A-B` off a spec, and return both; "" if the spec has no such end."""
     found = re.fullmatch(r"(.*?)(?:_at((?:-\d+)+))?", spec)
     assert found is not None
@@ -383,7 +399,7 @@ def list_mask_features(spec: str) -> list[str]:
             found.append(FIRST_TOKENS)
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
-    if _split_ends(spec)[1]:
+    if split_ends(spec)[1]:
         found += ["lengths", Placed.feature]
     return list(dict.fromkeys(found))
 
@@ -403,7 +419,7 @@ def shift_mask_spec(spec: str, start: int) -> str:
 def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
     """Build the mask that `spec` names at these sizes; random masks are drawn from `seed`."""
     sizes = Sizes(spec, batch, num_q_heads, q_length, kv_length, seed)
-    if text := _split_ends(spec)[1]:
+    if text := split_ends(spec)[1]:
         sizes = sizes._replace(ends=_parse_one_per_row(sizes, text))
     either = []
     for group in parse_mask_spec(spec):

@@ -13,8 +13,8 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "heads": ("mha", "gqa", "mqa"),
     "mask": (
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
-        *("dense_batch", "indexer", "moba", "indices", "lightning", "own_window", "tree", "first_tokens", "offset"),
-        *("placed", "segment_ids"),
+        *("dense_batch", "indexer", "moba", "indices", "lightning", "own_window", "tree", "placed"),
+        *("first_tokens", "offset", "segment_ids"),
     ),
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),

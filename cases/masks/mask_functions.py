@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cases.masks.mask_base import And, Mask, Or, iter_leaves
-from cases.masks.row_masks import HeadWindow, Lengths, OwnWindow, Placed
+from cases.masks.row_masks import HeadWindow, Lengths, OwnWindow, Placed, VaryingWindow
 
 __all__ = ["MaskFunction", "has_formula"]
 
@@ -15,7 +15,8 @@ __all__ = ["MaskFunction", "has_formula"]
 def has_formula(mask: Mask) -> bool:
     """Return whether `mask` is a formula of positions, batch row and head, with no part that is an array."""
     return all(
-        leaf.is_computed or isinstance(leaf, Lengths | OwnWindow | HeadWindow | Placed) for leaf in iter_leaves(mask)
+        leaf.is_computed or isinstance(leaf, Lengths | OwnWindow | HeadWindow | Placed | VaryingWindow)
+        for leaf in iter_leaves(mask)
     )
 
 
@@ -56,6 +57,9 @@ def _evaluate(mask: Mask, b: Any, n: Any, i: Any, j: Any) -> Any:
         return (j <= position) & (within | (j < mask.first) if mask.first else within)
     if isinstance(mask, Placed):
         return mask.mask.allowed(_select(mask.positions, b) + i, j)
+    if isinstance(mask, VaryingWindow):
+        position = _select(mask.positions, b) + i
+        return (j <= position) & (j >= position - mask.compute_left(b, n))
     if isinstance(mask, HeadWindow):
         return (j <= i) & (j >= i - _select(mask.lefts, n))
     return mask.allowed(i, j)

@@ -14,7 +14,18 @@ from cases.masks.mask_base import PARTIAL, Dense, Mask, Pair
 from cases.masks.mask_formulas import SEQUENCE, Causal, Full, Window
 from cases.masks.mask_numbers import FAR, require_integer, require_integers
 
-__all__ = ["FIRST_TOKENS", "HeadWindow", "Indexer", "Lengths", "Listed", "OwnWindow", "Placed", "Tree", "place"]
+__all__ = [
+    "FIRST_TOKENS",
+    "HeadWindow",
+    "Indexer",
+    "Lengths",
+    "Listed",
+    "OwnWindow",
+    "Placed",
+    "Tree",
+    "VaryingWindow",
+    "place",
+]
 
 FIRST_TOKENS = "first_tokens"
 """The feature of a window that also shows the first tokens of each sequence, besides that of the window."""
@@ -256,6 +267,41 @@ class Placed(Mask):
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         if len(self.positions) != batch:
             raise ValueError(f"the mask must have {batch} positions, one for each batch row, got {len(self.positions)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class VaryingWindow(Mask):
+    """The window `p - left_bn <= j <= p`, whose left side differs by batch row and by query head.
+
+    `left_bn` is `left + (5 b + 3 n) % 8`, and `p` is `positions[b] + i`, or `i` where there are no positions.
+    """
+
+    left: int
+    positions: tuple[int, ...]
+    num_q_heads: int
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = Placed.feature
+    refusal: ClassVar[str] = Placed.refusal
+
+    @property
+    def query_order(self) -> str:
+        return SEQUENCE
+
+    def compute_left(self, b: Any, n: Any) -> Any:
+        """Compute the left side of the window for batch row `b` and query head `n`."""
+        return self.left + (5 * b + 3 * n) % 8
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        ones = (1,) * np.ndim(j)
+        b = np.arange(len(self.positions)).reshape((-1, 1, *ones))
+        n = np.arange(self.num_q_heads).reshape((1, -1, *ones))
+        position = np.asarray(self.positions).reshape((-1, 1, *ones)) + i
+        return (j <= position) & (j >= position - self.compute_left(b, n))
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if (len(self.positions), self.num_q_heads) != (batch, num_q_heads):
+            given = f"{len(self.positions)} batch rows and {self.num_q_heads} heads"
+            raise ValueError(f"the mask is for {given}, the operands have {batch} and {num_q_heads}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from cases.masks import (
     Pair,
     Placed,
     Tree,
+    VaryingWindow,
     Window,
     iter_leaves,
     list_conjuncts,
@@ -117,7 +118,9 @@ def _find_least(one: int | None, other: int | None) -> int | None:
     return min((n for n in (one, other) if n is not None), default=None)
 
 
-def _stands_at_end(mask: OwnWindow | Placed, lengths: tuple[int, ...] | None, q_length: int, kv_length: int) -> bool:
+def _stands_at_end(
+    mask: OwnWindow | Placed | VaryingWindow, lengths: tuple[int, ...] | None, q_length: int, kv_length: int
+) -> bool:
     """Return whether the last query of each sequence stands at its last key."""
     ends = (kv_length,) * len(mask.positions) if lengths is None else lengths
     return tuple(n - q_length for n in ends) == mask.positions
@@ -139,7 +142,7 @@ def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
     lengths = next((part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)), None)
     return all(
         _stands_at_end(leaf, lengths, q_length, kv_length)
-        if isinstance(leaf, OwnWindow | Placed)
+        if isinstance(leaf, OwnWindow | Placed | VaryingWindow)
         else isinstance(leaf, Full | Lengths) or type(leaf) in (Dense, Tree)
         for leaf in iter_leaves(mask)
     )
@@ -161,6 +164,8 @@ def read_formula(mask: Mask) -> Mask | None:
         return Causal() if mask.left is None else Window(mask.left, 0)
     if isinstance(mask, Placed):
         return mask.mask
+    if isinstance(mask, VaryingWindow):
+        return dataclasses.replace(mask, positions=())
     return Full() if isinstance(mask, Full | Lengths) else None
 
 
@@ -173,4 +178,4 @@ def sees_no_later_key(mask: Mask) -> bool:
     if isinstance(mask, Placed):
         return sees_no_later_key(mask.mask)
     is_window = isinstance(mask, Causal | Window | Chunked) and mask.offset == 0 and getattr(mask, "right", 0) == 0
-    return is_window or isinstance(mask, OwnWindow | Tree)
+    return is_window or isinstance(mask, OwnWindow | Tree | VaryingWindow)

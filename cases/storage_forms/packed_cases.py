@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases, build_case
-from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
+from cases.storage_forms.sequence_mask_cases import FAR, FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
     CHUNK_STARTS,
     DEEPEST,
@@ -83,8 +83,8 @@ def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, i
 
 _MASK_MODEL = build_mask_model(
     "packed",
-    (_SHAPES[0], _SHAPES[3], _SHAPES[5], _SHAPES[6]),
-    Axis("segments", (None, "seg"), combined="seg", rare=True),
+    (_SHAPES[0], _SHAPES[3], _SHAPES[5], _SHAPES[6], FAR),
+    Axis("segments", (None, "seg", "segwild", "segamid"), combined="seg", rare=True),
     cross=_SHAPES[2],
 )
 

@@ -32,7 +32,7 @@ from cases.quantization import (
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import WRITE_SHAPES, build_write_models
-from cases.storage_forms.sequence_mask_cases import FEATURES, build_mask_model
+from cases.storage_forms.sequence_mask_cases import FAR, FEATURES, build_mask_model
 from cases.storage_forms.sequence_shapes import (
     CHUNK_STARTS,
     DEEPEST,
@@ -162,12 +162,12 @@ def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
 _MASK_PAGES = Axis("page", (16, 5, 1, 64))
 MASK_MODEL = build_mask_model(
     "paged",
-    (_MIXED, _SHAPES[1], _SHAPES[2], _SHAPES[4]),
+    (_MIXED, _SHAPES[1], _SHAPES[2], _SHAPES[4], FAR),
     _MASK_PAGES,
     cross=Shape("cross", lambda p: ((20, 7), (3, p + 9), (0, 4), (1, 1))),
 )
 """The model of further masks and operands for kernels that read pages."""
-MASK_WRITE_MODEL = build_mask_model("paged", WRITE_SHAPES[:4], _MASK_PAGES, cross=WRITE_SHAPES[4])
+MASK_WRITE_MODEL = build_mask_model("paged", (*WRITE_SHAPES[:4], FAR), _MASK_PAGES, cross=WRITE_SHAPES[4])
 """The model of further masks and operands for kernels that write pages."""
 
 

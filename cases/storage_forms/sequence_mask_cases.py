@@ -13,12 +13,13 @@ from typing import Any
 from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.score_functions import CAPPING, LEVELS
-from cases.storage_forms.sequence_shapes import Shape, build_model, is_compatible
+from cases.storage_forms.sequence_shapes import Shape, build_model, fix_lengths, is_compatible
 
 FEATURES = frozenset({"placed", "tree", "later_pages", "packed_segments", "alibi_slopes", "score_mod", "logit_scale"})
 """The opt-in features of masks and operands over stored sequences."""
 # "causal" and "full" are as in other models. Chunks are shorter and longer than a page of 16, and as long. Spans begin
-# inside a page and end inside the next. `tree` stands for a tree of all queries of each sequence.
+# inside a page and end inside the next. `tree` stands for a tree of all queries of each sequence. `varying` differs by
+# sequence and by head.
 _MASKS = (
     "causal",
     "chunked-7",
@@ -30,7 +31,10 @@ _MASKS = (
     "dense-d40",
     "dense-d60_and_causal",
     "tree",
+    "varying-l4",
 )
+FAR = Shape("far", fix_lengths((3, 700), (2, 9)))
+"""Sequences of which one has positions that bf16 cannot all represent, nor 8 bits."""
 _CROSS = "cross"
 """The name of the shape with sequences of fewer keys than queries, where queries have no positions."""
 _AXES = (

@@ -101,7 +101,10 @@ def lower_stored_mask(
     names = ("tree_mask", "parents", "mask") if is_tree else ("mask",)
     for name in names:
         if takes(name):
-            return static, {**arrays, name: mask.dense(q_length, kv_length)}
+            allowed = mask.dense(q_length, kv_length)
+            if allowed.shape[1] > 1:
+                raise NotImplementedError(f"mask_mod: {name} has no axis of heads, by which the mask differs")
+            return static, {**arrays, name: allowed}
     wanted = "window" if sides is not None else "mask_mod" if formula is not None else names[0]
     raise NotImplementedError(f"{wanted}: the function has no parameter {wanted!r}")
 

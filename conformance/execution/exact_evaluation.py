@@ -257,11 +257,20 @@ def _loop(_: Any, args: list[Any], params: dict[str, Any]) -> Sequence[Any]:
     for_condition, for_body = params["cond_nconsts"], params["body_nconsts"]
     condition, body = _evaluate_closed(params["cond_jaxpr"]), _evaluate_closed(params["body_jaxpr"])
     condition_consts, body_consts = args[:for_condition], args[for_condition : for_condition + for_body]
-    return lax.while_loop(
-        lambda carry: condition(*condition_consts, *carry)[0],
-        lambda carry: tuple(body(*body_consts, *carry)),
-        tuple(map(_strip_weakness, args[for_condition + for_body :])),
-    )
+
+    def goes_on(carry: Any) -> jax.Array:
+        """Return whether to go on: a boolean, or under `vmap` one for each element of the leading axes of a carry."""
+        return jnp.asarray(condition(*condition_consts, *carry)[0])
+
+    def step(carry: Any) -> Any:
+        goes, new = goes_on(carry), tuple(body(*body_consts, *carry))
+        if goes.ndim == 0:
+            return new
+        wide = (goes.reshape(goes.shape + (1,) * (x.ndim - goes.ndim)) for x in new)
+        return tuple(jnp.where(keep, x, old) for keep, x, old in zip(wide, new, carry, strict=True))
+
+    start = tuple(map(_strip_weakness, args[for_condition + for_body :]))
+    return lax.while_loop(lambda carry: goes_on(carry).any(), step, start)
 
 
 def _choose(_: Any, args: list[Any], params: dict[str, Any]) -> Sequence[Any]:

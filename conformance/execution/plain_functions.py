@@ -186,7 +186,11 @@ def build_implementation(
         name=name,
         call=call,
         description=(inspect.getdoc(unwrap_partial(function)) or "").split("\n")[0],
-        unsupported={**_list_missing_features(reachable, others), **(declaration.unsupported or {})},
+        unsupported={
+            **_list_missing_features(reachable, others),
+            **plain_storage.list_missing_masks(signature, form),
+            **(declaration.unsupported or {}),
+        },
         offers=OPT_IN.intersection(has)
         | (parameters & {"moba", "indices"})
         | ({"dropout"} if "dropout_rate" in parameters else set())

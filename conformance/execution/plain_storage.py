@@ -155,17 +155,32 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     return None
 
 
-def find_mask_features(signature: inspect.Signature, form: StorageForm | None) -> frozenset[str]:
-    """Return the features of masks and segments that a function of stored operands offers by its parameters."""
+def _list_mask_parameters(form: StorageForm | None) -> dict[str, tuple[str, ...]]:
+    """List the features of masks and segments over stored sequences, each with the parameters that offer it."""
     if form is None or not form.takes_masks:
-        return frozenset()
-    offered = {
+        return {}
+    return {
         "placed": ("mask_mod", "mask"),
         "tree": ("tree_mask", "parents", "mask"),
-        "later_pages": ("causal",) if form.is_cache else (),
-        "packed_segments": ("segment_ids",) if "segment_ids" in form.further_operands else (),
+        **({"later_pages": ("causal",)} if form.is_cache else {}),
+        **({"packed_segments": ("segment_ids",)} if "segment_ids" in form.further_operands else {}),
     }
-    return frozenset(name for name, needed in offered.items() if signature.parameters.keys() & set(needed))
+
+
+def find_mask_features(signature: inspect.Signature, form: StorageForm | None) -> frozenset[str]:
+    """Return the features of masks and segments that a function of stored operands offers by its parameters."""
+    needed = _list_mask_parameters(form)
+    return frozenset(name for name, parameters in needed.items() if signature.parameters.keys() & set(parameters))
+
+
+def list_missing_masks(signature: inspect.Signature, form: StorageForm | None) -> dict[str, str]:
+    """Return the features of masks and segments that a function of stored operands does not offer, and why."""
+    offered = find_mask_features(signature, form)
+    return {
+        name: f"the function has no parameter {' or '.join(map(repr, parameters))}"
+        for name, parameters in _list_mask_parameters(form).items()
+        if name not in offered
+    }
 
 
 def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> str | None:

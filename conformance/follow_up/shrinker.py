@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies
 
+from cases import mask_spec
 from cases.case import Case, CaseIdError
 from cases.case_id import parse_case_id
 from cases.operand_registry import OPTIONAL
@@ -151,6 +152,12 @@ def iter_alternatives(case: Case) -> Iterator[Alternatives]:
 def _iter_plainer_masks(mask: str) -> Iterator[str]:
     """Yield plainer masks, the plainest first."""
     if mask == "full":
+        return
+    if (placed := mask_spec.split_ends(mask))[1]:  # masks of stored sequences stay at their places
+        whole, ends = placed
+        yield f"lengths{ends}"
+        yield f"own-linf{ends}"
+        yield from (f"{term}_at{ends}" for part in whole.split("_or_") for term in part.split("_and_") if term != whole)
         return
     yield "full"
     terms = [term for part in mask.split("_or_") for term in part.split("_and_")]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cases.mask_spec import split_ends
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS, read_storage
 from reports.matrix_rows import FEATURE_KINDS
@@ -186,6 +187,7 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
         yield from _iter_order_levels(spec)
         return
     yield _create_level("masked", "under any mask", "mask", odds=_RARER)
+    spec, ends = split_ends(spec)
     terms = _TERM.split(spec)
     kinds = {term.partition("-")[0] for term in terms}
     for kind in kinds:
@@ -196,7 +198,7 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
     if "causal" not in kinds:
         counter = {"mask": "causal"}
         yield _create_level("not causal", "under any mask but causal", "mask", odds=_RARE, counter=counter)
-    if _ROW_MASKS & kinds:
+    if ends or _ROW_MASKS & kinds:
         yield _create_level("row mask", "under a mask that differs by batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:
         yield _create_level("joined masks", "under a combination of masks", "mask", odds=_RARER)
@@ -317,7 +319,8 @@ def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> I
     masks are not evaluated.
     """
     q, kv, spec = sizes["q_length"], sizes["kv_length"], fields["mask"]
-    terms = _TERM.split(spec)
+    spec, ends = split_ends(spec)
+    terms = [*_TERM.split(spec), *([f"lengths{ends}"] if ends else [])]
     storage = read_storage(fields.get("storage", ""))
     kv_lengths = [found[1].split("-")[1:] for term in terms if (found := _KEY_LENGTHS.match(term)) is not None]
     q_lengths = () if storage is None else storage.q_lengths
