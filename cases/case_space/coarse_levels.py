@@ -17,13 +17,18 @@ _MASK_ARGUMENTS = ("causal", "window", "lengths")
 """The masks that most kernels take by an argument of their own."""
 
 
+def find_given_operands(case: Case) -> frozenset[str]:
+    """Return the names of the optional operands that a case has."""
+    return frozenset(each.name for each in OPTIONAL if getattr(case, each.field) != each.absent)
+
+
 def find_coarse_levels(case: Case) -> frozenset[str]:
     """Return the levels that a case has of each coarse property.
 
     The properties are phase, dtype, batch, order of the lengths, groups of heads, depths, whether lengths and depth are
     multiples of a block, the mask, and each optional operand.
     """
-    operands = {each.name for each in OPTIONAL if getattr(case, each.field) != each.absent}
+    operands = find_given_operands(case)
     masks = set(_MASK_ARGUMENTS).intersection(mask_spec.list_mask_features(case.mask))
     order = "T=S" if case.q_length == case.kv_length else "T<S" if case.q_length < case.kv_length else "T>S"
     has_length_blocks = not (case.q_length % _BLOCK or case.kv_length % _BLOCK)

@@ -8,7 +8,7 @@ holds for the cases of the grid that were judged so far:
    as right here.
 2. They have every coarse level of the planned cases between them (`cases.case_space.coarse_levels`), so the error
    belongs to no phase, dtype, mask, size or operand. Each run begins with such cases
-   (`conformance.judging.prioritization`).
+   (`conformance.judging.prioritization`). Nor do all of them have an operand that a planned case lacks.
 3. The call of several cases, which share no compiled program, broke the contract in the same way: it returned another
    form, shape or dtype, or raised at the same line. Or the calls of all cases ran out of time.
 """
@@ -20,7 +20,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from cases.case_space.coarse_levels import find_coarse_levels
+from cases.case_space.coarse_levels import find_coarse_levels, find_given_operands
+from cases.operand_registry import OPTIONAL
 from conformance.execution import kernel_errors
 from conformance.judging.job import Job
 from conformance.judging.rejudgement import UNSTEADY
@@ -62,7 +63,11 @@ class FirstCases:
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         """Begin with no judged case of the planned `jobs`."""
-        self._missing = frozenset[str]().union(*(find_coarse_levels(job.case) for job in jobs if job.is_on_grid))
+        cases = [job.case for job in jobs if job.is_on_grid]
+        self._missing = frozenset[str]().union(*map(find_coarse_levels, cases))
+        # The operands that some planned case lacks, and that all cases judged so far have.
+        always = frozenset.intersection(*map(find_given_operands, cases)) if cases else frozenset[str]()
+        self._shared = frozenset(operand.name for operand in OPTIONAL) - always
         self._is_hopeless = True
         self._failed: dict[str, tuple[_Error, Record, str]] = {}  # by case: its error, its record and its program
         self.end: EarlyEnd | None = None
@@ -80,8 +85,9 @@ class FirstCases:
             self._is_hopeless = False
             return
         self._missing -= find_coarse_levels(job.case)
+        self._shared &= find_given_operands(job.case)
         self._failed[job.case.id] = errors[0], records[0], job.case.program.rpartition("/")[0]
-        self.end = None if self._missing else self._find_end()
+        self.end = None if self._missing or self._shared else self._find_end()
 
     def _find_end(self) -> EarlyEnd | None:
         """Return the end of the jobs if enough cases have the same error."""

@@ -124,7 +124,8 @@ def _add_block(
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
-    v = jnp.where(sees.any(axis=tuple(range(sees.ndim - 1)))[:, None, None], v, jnp.zeros_like(v))
+    some = sees.any(axis=-2)  # [block], or [K, block] where the mask differs by head
+    v = jnp.where(jnp.atleast_2d(some).T[..., None], v, jnp.zeros_like(v))
     return Part(
         out=old.out * decay + multiply("krs,skv->krv", weights.astype(v.dtype), v),  # weighted sum of values, eq. (6)
         max=top,

@@ -15,6 +15,7 @@ PAGES = {
     name: f"prefill/f32/B4.T13.S45.N4.K2.H16.V16/{mask}_at-45-16-17-9/{operands}paged16-q13-1-1-9/normal/s0"
     for name, mask, operands in (
         ("chunks", "chunked-7", ""),
+        ("varying", "varying-l2", ""),
         ("ahead", "window-l9-r3", ""),
         ("array", "dense-d40", ""),
         ("tree", "tree-13-1-1-9", ""),
@@ -24,12 +25,14 @@ PAGES = {
         ("scale", "chunked-16", "softcap2/alibi/logitscale/"),
     )
 }
+PAGES["far"] = "prefill/f32/B2.T3.S700.N4.K2.H16.V16/chunked-400_at-700-9/alibi/paged16-q3-2/normal/s0"
 PACKS = {
     name: f"train/f32/B4.T30.S30.N4.K2.H16.V16/{mask}_at-24-1-17-30/{operands}packed-q20-1-17-22/normal/s0"
     for name, mask, operands in (
         ("chunks", "chunked-7", ""),
         ("tree", "tree-20-1-17-22", ""),
         ("segments", "window-linf-r2", "seg/"),
+        ("wild", "window-linf-r2", "segwild/"),
         ("alibi", "causal_or_spans-2-11", "softcap2/alibi/"),
         ("score", "chunked-16", "score-alibi/"),
         ("scale", "chunked-16", "logitscale/"),
@@ -37,12 +40,15 @@ PACKS = {
 }
 # The case that shows a bug, by the name that the bug's begins with; the first line that fits counts.
 SHOWN_IN_PAGES = {
+    "stored-function-of-the-first": "varying",
+    "stored-function-of-key": "varying",
     "stored-function": "chunks",
     "stored-causal": "ahead",
     "stored-right": "ahead",
     "stored-window": "ahead",
     "stored-mask": "array",
     "stored-tree": "tree",
+    "stored-slopes-of-places": "far",
     "stored-slopes": "alibi",
     "stored-score-of-the-place": "relative",
     "stored-score": "score",
@@ -52,6 +58,7 @@ SHOWN_IN_PACKS = {
     "stored-packed-function": "chunks",
     "stored-packed-chunks": "chunks",
     "stored-packed-parents": "tree",
+    "stored-packed-segments-in": "wild",
     "stored-packed-segments": "segments",
     "stored-packed-slopes": "alibi",
     "stored-packed-score": "score",

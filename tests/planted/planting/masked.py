@@ -58,6 +58,7 @@ class MaskSteps:
     alibi: Move = _stay
     logit_scale: Move = _stay
     segments: Move = _stay
+    ids: Callable[[Array], Array] = lambda ids: ids
     is_causal: Callable[[bool], bool] = lambda causal: causal
     sides: Callable[[Any], Any] = lambda sides: sides
     distance: Callable[[Array], Array] = jnp.abs
@@ -263,7 +264,7 @@ def build_packed(steps: MaskSteps, name: str) -> Implementation:
             to = steps.segments(at)
             start = cu_kv_lens[sequence][column]
             of_keys = segment_ids[1][jnp.clip(start + to.key, 0, len(k) - 1)]
-            seen = seen & (segment_ids[0][to.row] == of_keys)
+            seen = seen & (steps.ids(segment_ids[0][to.row]) == steps.ids(of_keys))
         k, v = (jnp.repeat(x.astype(jnp.float32), heads // x.shape[1], axis=1) for x in (k, v))
         x = jnp.einsum("tnh,snh->tns", q.astype(jnp.float32), k, precision="highest")
         x = x * (depth**-0.5 if scale is None else scale)

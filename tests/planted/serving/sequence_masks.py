@@ -62,8 +62,13 @@ def _move(**changes: Callable[[Places], Any]) -> Callable[[Places], Places]:
     return moved
 
 
+def _round_to_bf16(x: Any) -> Any:
+    return x.astype(jnp.bfloat16).astype(jnp.int32)
+
+
 _own = _move(position=lambda at: at.own)
 _packed_row = _move(position=lambda at: at.row)
+_in_bf16 = _move(position=lambda at: _round_to_bf16(at.position), key=lambda at: _round_to_bf16(at.key))
 _kv_head = _move(head=lambda at: at.head // at.group)
 _first_sequence = _move(sequence=lambda at: jnp.zeros_like(at.sequence))
 
@@ -79,6 +84,8 @@ PAGED: tuple[PlantedBug, ...] = (
         reference="lalamo#200, a band built on rows of the chunk; jax-ml/jax#24491",
     ),
     _paged("function-of-the-packed-row", MaskSteps(mask_mod=_packed_row)),
+    _paged("function-of-the-first-sequence", MaskSteps(mask_mod=_first_sequence)),
+    _paged("function-of-key-value-heads", MaskSteps(mask_mod=_kv_head)),
     _paged(
         "causal-beside-a-mask-that-is-not",
         MaskSteps(is_causal=lambda causal: True),
@@ -113,6 +120,7 @@ PAGED: tuple[PlantedBug, ...] = (
         "tree-hides-the-own-key", MaskSteps(in_tree=lambda found, column, at: found & (column != at.own)), kind="tree"
     ),
     _paged("slopes-of-the-place-in-the-chunk", MaskSteps(alibi=_own), kind="alibi", trigger=_has("alibi")),
+    _paged("slopes-of-places-in-bf16", MaskSteps(alibi=_in_bf16), kind="alibi", trigger=_has("alibi")),
     _paged("slopes-of-key-value-heads", MaskSteps(alibi=_kv_head), kind="alibi", trigger=_has("alibi")),
     _paged("slopes-with-a-signed-distance", MaskSteps(distance=lambda x: x), kind="alibi", trigger=_has("alibi")),
     _paged("score-of-the-first-sequence", MaskSteps(score=_first_sequence), kind="score", trigger=_has("score")),
@@ -160,6 +168,12 @@ PACKED: tuple[PlantedBug, ...] = (
     _packed(
         "packed-segments-of-the-first-sequence",
         MaskSteps(segments=_move(row=lambda at: at.own)),
+        kind="segments",
+        trigger=_has("segments"),
+    ),
+    _packed(
+        "packed-segments-in-8-bits",
+        MaskSteps(ids=lambda ids: ids.astype(jnp.int8)),
         kind="segments",
         trigger=_has("segments"),
     ),
