@@ -38,9 +38,7 @@ class WriteForm:
     queries: tuple[str, ...]  # the names of the arrays of queries; two for the two parts of a latent's queries
     tokens: tuple[str, ...]  # the names of the arrays of new tokens; two for the two parts of a latent
     pools: tuple[str, ...]  # the names of the arrays of pages, in the order in which the call returns them
-    scales: tuple[
-        str, ...
-    ] = ()  # the names of the arrays of scales, which follow the pages if the call computes scales
+    scales: tuple[str, ...] = ()  # the names of the arrays of scales, which a call that computes scales returns too
 
     @property
     def operands(self) -> tuple[str, ...]:
