@@ -126,7 +126,7 @@ def find_obstacle(case: Case) -> str | None:
     names = {name for name, _ in _iter_terms(case)}
     if case.batch < 2:
         return "the case has one sequence"
-    if "_or_" in case.mask or names - {*_ROW_TERMS, *_SHIFTED_TERMS, "full"}:
+    if "_or_" in case.mask or "_at-" in case.mask or names - {*_ROW_TERMS, *_SHIFTED_TERMS, "full"}:
         return f"the mask {case.mask} is no window or length of each sequence"
     if case.alibi or case.score is not None:
         return "an operand depends on the positions of queries and keys"
@@ -170,7 +170,8 @@ def share_case(case: Case, call: SharedCall) -> tuple[Case, slice]:
     terms = []
     for name, arguments in _iter_terms(case):
         if name in _ROW_TERMS:
-            terms.append("-".join((*(f"{name}-l{a}" for a in arguments[:-1]), *map(str, ends))))
+            sides = (f"{side}{a}" for side, a in zip("lf", arguments[:-1], strict=False) if a)
+            terms.append("-".join((name, *sides, *map(str, ends))))
         elif name in _SHIFTED_TERMS:
             sides = (f"{side}{a}" for side, a in zip("lr", arguments[:-1], strict=False))
             offset = int(arguments[-1] or 0) + start

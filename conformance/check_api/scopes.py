@@ -18,6 +18,7 @@ from cases.algorithm_cases import select_algorithm_cases
 from cases.batch_cases import select_batch_cases
 from cases.case import Case
 from cases.case_fields import DTYPES
+from cases.case_space.coarse_levels import find_given_operands
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
 from cases.dropout_cases import select_dropout_cases
@@ -211,6 +212,8 @@ def _list_batch_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 def _list_plainest(grid: Grid) -> tuple[Case, ...]:
     """List the plainest case of a grid, and the plain ones with another score function."""
     first = grid.singles[:1]
+    if first and first[0].storage is not None:  # the plainest of the form is among the cases of its other grids
+        return tuple(case for case in grid.singles if find_given_operands(case))
     return tuple(case for case in grid.singles if case in first or case.score != first[0].score)
 
 

@@ -99,7 +99,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-gpu-window-by-page",
         Change(
             "paged_gpu",
-            "compute_allowed(plan, i, j[None, :])",
+            "compute_allowed(plan, i, j[None, :], keys)",
             "(j[None, :] <= i) & (plan.left is None or lax.div(j[None, :], jnp.int32(launch.page_size))"
             " >= lax.div(i - (plan.left or 0), jnp.int32(launch.page_size)))",
         ),
@@ -144,7 +144,11 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-heads-interleaved",
-        Change("paged_gpu", "head * launch.group + of_group", "of_group * launch.num_kv_heads + head"),
+        Change(
+            "paged_gpu",
+            "launch.num_q_heads + head * launch.group + of_group",
+            "launch.num_q_heads + of_group * launch.num_kv_heads + head",
+        ),
         kind="heads.order",
         reference="inferred: query heads of a key/value head by remainder",
         trigger=_grouped,
