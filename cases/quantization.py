@@ -36,7 +36,7 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SCALE_ERROR = 4 * 2.0**-24
-"""How far a computed scale may be off, relative to the exact one.
+"""The largest error of a computed scale, relative to the exact one.
 
 The largest magnitude of a token is exact. Multiplying by a reciprocal takes two roundings. Dividing takes one, or an
 error of two units in the last place on some accelerators.
@@ -171,7 +171,7 @@ def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, dr
 
     They lie anywhere in the room that `find_room` finds. With one scale for all, some that are stored as the largest
     number are larger. With a scale for each token, such a value is the peak of its token, from which a call computes
-    the scale, and tokens that are stored as zeros are zero.
+    the scale. Tokens that are stored as zeros are zero.
 
     Args:
       stored: the stored numbers, `[..., D]`.

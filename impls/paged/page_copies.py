@@ -146,7 +146,7 @@ class PageCache(NamedTuple):
 
     @property
     def paired(self) -> bool:
-        """Whether buffers hold pairs of heads."""
+        """True if the buffers hold pairs of heads."""
         return len(self.held[0].shape) == 5
 
     @property

@@ -81,7 +81,7 @@ def _stop_at_padding(lists: Array, call: Call) -> Array:
 
 
 def _is_found_by_bisection(lists: Array, call: Call) -> Array:
-    """Whether a binary search in the list finds each of its entries, as it does in a sorted one."""
+    """Return whether a binary search in the list finds each of its entries, as it does in a sorted one."""
     low, high = jnp.zeros_like(lists), jnp.full_like(lists, lists.shape[-1])
     for _ in range(lists.shape[-1].bit_length() + 1):
         middle = jnp.minimum((low + high) // 2, lists.shape[-1] - 1)

@@ -23,7 +23,7 @@ Step = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the steps know of a call. Lists are int32 `[B, T, e]`; in pages, `[total_q, e]`."""
+    """The operands of a call that steps may read. Lists are int32 `[B, T, e]`; in pages, `[total_q, e]`."""
 
     kv_length: int
     positions: Array  # of each query, `[T, 1]`, or `[total_q, 1]` in pages

@@ -53,7 +53,7 @@ class WriteSteps:
 
 
 def find_tokens(q: Array, pool: Array, tables: dict[str, Array]) -> tuple[Tokens, Call]:
-    """Of each packed token where it is in its sequence, and of the call what steps may ask."""
+    """The place of each packed token in its sequence, and the tables of the call that steps may read."""
     kv_lens, count = tables["kv_lens"], tables["num_seqs"][0]
     call = Call(
         q=q,
