@@ -26,8 +26,8 @@ _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 _OFFSET = re.compile(r"-o(-?\d+)$")
 # Mask terms that let no query attend to a later key: causal masks, and windows without a right side.
-_CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba")
-_ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b")
+_CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba|tree|lightning-\d+-causal")
+_ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b|varying")
 _KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf)(?:-f\d+)?)((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
