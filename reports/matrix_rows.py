@@ -14,7 +14,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "mask": (
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "indices", "lightning", "own_window", "tree", "placed"),
-        *("first_tokens", "offset", "segment_ids"),
+        *("first_tokens", "local_window", "offset", "segment_ids"),
     ),
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),

@@ -27,8 +27,9 @@ from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.indexer_cases import build_indexer_models
-from cases.list_model import build_list_models
+from cases.list_model import build_list_models, build_union_model
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
+from cases.masks import LOCAL_WINDOW
 from cases.operand_model import build_capture_model, build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
 from cases.regressions import REGRESSIONS
@@ -60,19 +61,21 @@ class ImplementationGrids:
     def operand_grids(self) -> tuple[Grid, ...]:
         """The grids of the operands that have their own cases and that the implementation offers.
 
-        Then those of functions that capture arrays, of masks and operands over stored sequences, and of lists of keys
-        that a call need not have.
+        Then those of functions that capture arrays, of masks and operands over stored sequences, of lists of keys that
+        a call need not have, and of windows beside lists.
         """
-        offers = self.implementation.offers
+        offers, writes_pages = self.implementation.offers, self.implementation.writes_pages
         if self.implementation.storage is None:
             models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
             if offers.issuperset({"captures", "score_mod"}):
                 models.append(build_capture_model())
         else:
             find = load_form_cases(self.implementation.storage).find_further_models
-            models = list(find(self.implementation.writes_pages, offers) if find else ())
+            models = list(find(writes_pages, offers) if find else ())
         if "indices" in offers and not needs_lists(self.implementation):
-            models.append(build_list_models(self.implementation.storage)[0])
+            models.append(build_list_models(self.implementation.storage, writes_pages=writes_pages)[0])
+        if LOCAL_WINDOW in offers:
+            models.append(build_union_model(self.implementation.storage, writes_pages=writes_pages))
         return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property
@@ -104,7 +107,7 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
     if "lightning" in implementation.offers:
         return build_indexer_models()
     if needs_lists(implementation):
-        return build_list_models(implementation.storage)
+        return build_list_models(implementation.storage, writes_pages=implementation.writes_pages)
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     cases = load_form_cases(implementation.storage)
