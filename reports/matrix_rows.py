@@ -26,7 +26,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
-    "results": ("forward", "residuals", "primal", "parts", "ensemble", "algorithm"),
+    "results": ("forward", "residuals", "primal", "parts", "index_scores", "ensemble", "algorithm"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation", "tangents"),
     "what must not matter": ("poison", "independence", "batch_invariance", "aliasing"),
     "laws": ("linearity", "invariance", "limits", "dropout"),

@@ -244,6 +244,22 @@ def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(case for case in found if _trains(case)))
 
 
+def _list_index_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List a small case of an indexer for each dtype, causal and not; none for other implementations.
+
+    Where there are such cases, it has several heads, lists of several keys, and keys that several lists name.
+    """
+    if "lightning" not in grids.implementation.offers:
+        return ()
+
+    def rate(case: Case) -> tuple[bool, bool, bool, int]:
+        is_single = case.mask.startswith("lightning-1-") or case.mask == "lightning-1"
+        return case.q_length < 24, case.num_q_heads == 1, is_single, case.q_length * case.kv_length
+
+    ordered = sorted(grids.grid.cases, key=rate, reverse=True)
+    return tuple({(case.dtype, "causal" in case.mask): case for case in ordered}.values())
+
+
 def _trains(case: Case) -> bool:
     """Return whether the case is of training."""
     return case.phase == "train"
@@ -310,6 +326,12 @@ DROPPED = Scope(
     cases=lambda grids: select_dropout_cases(grids.level, grids.seed, grids.implementation.supports),
     contains=lambda grids, case: case.dropout_rate is not None,
 )
+INDEXED = _build_scope(
+    "indexed",
+    "for indexers: a small case of each dtype, causal and not",
+    _list_index_cases,
+    accepts_any_case=lambda implementation: "lightning" in implementation.offers,
+)
 ENSEMBLE = _build_scope(
     "ensemble",
     "plain, long cases in bf16 and f16, and cases whose values make one rounding stand out: causal, biased, decoding, "
@@ -373,6 +395,6 @@ TANGENT = _build_scope(
 
 SCOPES = (
     *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED, BATCHED),
-    *(FRONT, DROPPED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
+    *(FRONT, DROPPED, INDEXED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

@@ -74,3 +74,8 @@ def test_our_kernels_pass(implementation: Implementation, check: str) -> None:
     judged = [one for case in model.cases[:3] for one in judge(implementation, case.id, check)]
     assert {one.verdict for one in judged} <= {PASS, UNSUPPORTED}
     assert not judged or PASS in {one.verdict for one in judged}
+
+
+def test_a_window_at_each_rows_own_position_passes() -> None:
+    case = "prefill/f32/B2.T6.S30.N2.K1.H8.V8/own-linf-30-11_and_listed-k7_or_own-l4-30-11/normal/s0"
+    assert {one.verdict for one in judge(IMPLEMENTATIONS[0], case, "forward")} == {PASS}
