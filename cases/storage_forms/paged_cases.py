@@ -162,7 +162,7 @@ def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
 _MASK_PAGES = Axis("page", (16, 5, 1, 64))
 MASK_MODEL = build_mask_model(
     "paged",
-    (_MIXED, _SHAPES[1], _SHAPES[2], _SHAPES[4], FAR),
+    (_MIXED, _SHAPES[1], _SHAPES[4], FAR),
     _MASK_PAGES,
     cross=Shape("cross", lambda p: ((20, 7), (3, p + 9), (0, 4), (1, 1))),
 )

@@ -17,13 +17,12 @@ from cases.storage_forms.sequence_shapes import Shape, build_model, fix_lengths,
 
 FEATURES = frozenset({"placed", "tree", "later_pages", "packed_segments", "alibi_slopes", "score_mod", "logit_scale"})
 """The opt-in features of masks and operands over stored sequences."""
-# "causal" and "full" are as in other models. Chunks are shorter and longer than a page of 16, and as long. Spans begin
-# inside a page and end inside the next. `tree` stands for a tree of all queries of each sequence. `varying` differs by
-# sequence and by head.
+# "causal" and "full" are as in other models. Chunks are longer and shorter than a page. Spans begin inside a page and
+# end inside the next. `tree` stands for a tree of all queries of each sequence. `varying` differs by sequence and by
+# head.
 _MASKS = (
     "causal",
     "chunked-7",
-    "chunked-16",
     "window-l9-r3",
     "window-linf-r2",
     "full",

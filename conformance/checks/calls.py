@@ -127,15 +127,17 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal calls."""
     pair = ProblemPair.draw(subject)
-    few = {} if few_operand_calls.are_made_elsewhere(subject.case) else _FEW_OPERANDS
+    form, elsewhere = subject.implementation.storage, few_operand_calls.are_made_elsewhere(subject.case)
+    few = {} if elsewhere else _FEW_OPERANDS
     maxima = {"own_maxima": _check_own_maxima} if "head_max_logits" in subject.implementation.further_results else {}
+    left_out = _SPECIAL_VALUES if elsewhere and form is not None else {}
     for name, sequence in {**_SUBCHECKS, **maxima, **few}.items():
-        yield from run_subcheck(name, functools.partial(sequence, pair))
+        if name not in left_out:
+            yield from run_subcheck(name, functools.partial(sequence, pair))
     for operand in few_operand_calls.list_operands_with_calls(subject.implementation, subject.case):
         for name, call in operand.calls.items():
             yield from run_subcheck(name, functools.partial(_check_few_operands, call, pair))
-    form = subject.implementation.storage
-    for name, changes in load_form_cases(form).further_sequences.items() if form is not None else ():
+    for name, changes in load_form_cases(form).further_sequences.items() if form is not None and not elsewhere else ():
         yield from run_subcheck(name, functools.partial(_check_stored_sequences, changes, pair))
 
 
@@ -423,16 +425,17 @@ def _check_repetition(pair: ProblemPair) -> Iterator[Judgement]:
     yield Judgement(observable="bits", verdict=records.FAIL if count_different else records.PASS, reason=reason)
 
 
+_SPECIAL_VALUES: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
+    f"special_{operand.name}": functools.partial(_check_special_values, operand)
+    for operand in OPTIONAL
+    if operand.special is not None
+}
 _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "other_masks": _check_other_masks,
     "other_values": _check_other_values,
     "other_bias": _check_other_bias,
     "other_shapes": _check_other_shapes,
-    **{
-        f"special_{operand.name}": functools.partial(_check_special_values, operand)
-        for operand in OPTIONAL
-        if operand.special is not None
-    },
+    **_SPECIAL_VALUES,
     "numpy": _check_numpy,
     "thread": _check_thread,
     "same_ids": _check_shared_ids,

@@ -106,6 +106,12 @@ PAGED: tuple[PlantedBug, ...] = (
         kind="tree",
     ),
     _paged(
+        "tree-not-read-below-the-tile",
+        MaskSteps(in_tree=lambda found, column, at: found | (column < at.own // 8 * 8)),
+        kind="tree",
+        reference="PaddlePaddle/FastDeploy#3514: blocks below the diagonal of a tile were not masked",
+    ),
+    _paged(
         "tree-columns-from-the-first-key",
         MaskSteps(tree=_move(ends=lambda at: at.queries)),
         kind="tree",
