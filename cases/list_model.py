@@ -20,6 +20,8 @@ from cases.storage_forms.form_registry import FORMS
 
 # One key and more keys than most cases have are among the numbers, and numbers that no block divides.
 _ENTRIES = Axis("listed", (16, 1, 5, 64, 300), combined=16)
+# In long caches, masks and segment ids leave no key of a short list, and then the case tells nothing.
+_SIZE_ENTRIES = Axis("listed", (64, 16, 300), combined=64)
 
 
 def add_list(case: Case, count: int) -> Case:
@@ -31,9 +33,9 @@ def add_list(case: Case, count: int) -> Case:
 def build_list_models(form: str | None, *, writes_pages: bool = False) -> tuple[Model, Model]:
     """Build the models of features and of sizes for a storage form; for dense operands if it is None."""
     if form is None:
-        return _add_lists(_add_head_masks(operand_model.build_plain_model())), _add_lists(size_model.MODEL)
+        return _add_lists(_add_head_masks(operand_model.build_plain_model())), _add_lists(size_model.MODEL, _SIZE_ENTRIES)
     features, sizes = _find_models(form, writes_pages)
-    return _add_lists(features), _add_lists(sizes)
+    return _add_lists(features), _add_lists(sizes, _SIZE_ENTRIES)
 
 
 def _find_models(form: str, writes_pages: bool) -> tuple[Model, Model]:
@@ -50,12 +52,12 @@ def _add_head_masks(model: Model) -> Model:
     return dataclasses.replace(model, axes=tuple(axes))
 
 
-def _add_lists(model: Model) -> Model:
+def _add_lists(model: Model, entries: Axis = _ENTRIES) -> Model:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         return add_list(model.assemble(levels, seed), levels["listed"])
 
     return dataclasses.replace(
-        model, axes=(*model.axes, _ENTRIES), assemble=assemble, strongest=min(3, model.strongest)
+        model, axes=(*model.axes, entries), assemble=assemble, strongest=min(3, model.strongest)
     )
 
 
