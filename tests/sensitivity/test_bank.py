@@ -102,6 +102,7 @@ def test_nearly_every_bug_is_seen_at_quick(measured: dict[str, Any]) -> None:
 def test_every_check_is_needed(measured: dict[str, Any]) -> None:
     # What `branches` finds fails in cases that it adds, which the bank does not judge (tests/checks/test_branches.py).
     # JAX transposes a wrong tangent, so that gradients are wrong too; one with a transpose of its own fails elsewhere.
-    # Bugs that `batch_invariance` finds are in tests/checks/test_batch_invariance.py: measuring one takes hours.
-    known = ["branches", "tangents", "batch_invariance"]
+    # Bugs that `batch_invariance` finds are in tests/checks/test_batch_invariance.py: measuring one takes hours. The
+    # bank has no indexers: bugs that `index_scores` finds are in tests/checks/test_index_scores.py.
+    known = ["branches", "tangents", "batch_invariance", "index_scores"]
     assert [row["check"] for row in measured["checks"] if not row["alone"]] == known

@@ -48,7 +48,7 @@ def test_the_order_of_jobs_loses_none() -> None:
     jobs = order_jobs_for_bug(CLIPPED, "quick")
     assert len({job.id for job in jobs}) == len(jobs)
     # It supports everything that needs no special algorithm, declares nothing, and is for no accelerator.
-    elsewhere = {"interpreter", "compiles", "dropout", "tangents", "batch_invariance"}
+    elsewhere = {"interpreter", "compiles", "dropout", "tangents", "batch_invariance", "index_scores"}
     assert {check.name for job in jobs for check in job.checks} == set(CHECKS_BY_NAME) - elsewhere
 
 
