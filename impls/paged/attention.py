@@ -120,7 +120,8 @@ def attention(
     further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
     _check_further(q, further)
     if backend in ("tpu", "mosaic"):
-        _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
+        later = "causal=False" if right != 0 and backend == "mosaic" else None
+        _refuse_further({**further, "mask_mod": mask_mod, "score_mod": score_mod, "causal": later})
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     _refuse_scales(backend, k_scales, page_scales, k_scale)

@@ -50,7 +50,8 @@ class PageBlocks(NamedTuple):
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
     """Build the page blocks of each tile, from the first page that its queries see to the last."""
-    slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
+    keys = None if plan.right == 0 else operands.kv_lens[tiles.sequence]
+    slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1], keys)
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
     pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)
     count = (pages + (plan.block_pages - 1)) // plan.block_pages

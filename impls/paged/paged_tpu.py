@@ -117,12 +117,25 @@ class Tile(NamedTuple):
     position: Scalar  # position of the first query in its sequence
     most: int  # largest number of queries per tile
     group: int  # query heads per key/value head
+    keys: Any = None  # number of keys of its sequence; None if no query sees a key after its own position
 
     def sized(self, do: Callable[[int], None]) -> None:
         """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
         pl.when(self.queries == 1)(functools.partial(do, 1))
         if self.most > 1:
             pl.when(self.queries != 1)(functools.partial(do, self.most))
+
+    def find_some(self, plan: PagedPlan) -> tuple[Any, Any]:
+        """Find the first key that some query of the tile sees, and one past the last."""
+        low, _ = find_key_range(plan, self.position, self.keys)
+        _, high = find_key_range(plan, self.position + (self.queries - 1), self.keys)
+        return low, high
+
+
+class FurtherRefs(NamedTuple):
+    """Refs of operands that only some calls have; None in other calls."""
+
+    keys: Any = None  # SMEM [L], number of keys of each tile's sequence
 
 
 def compute_tile(
@@ -132,12 +145,15 @@ def compute_tile(
     q_ref: Ref,
     cache: PageCache,
     heads: HeadRefs,
+    further: FurtherRefs,
     results: Results,
 ) -> None:
     """Compute the tile of this grid step, and start the copies for the next one."""
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
+    if further.keys is not None:
+        tile = tile._replace(keys=further.keys[number])
     # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
     pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
@@ -149,7 +165,7 @@ def compute_tile(
     may_overlap = cache.paired and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
 
     def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
-        low, high = find_key_range(plan, tile.position)
+        low, high = find_key_range(plan, tile.position, tile.keys)
         sees_all = (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
         known = jnp.minimum(next_tile, blocks.end.shape[0] - 1)
         return sees_all & (next_tile < tiles.total) & is_whole(cache, blocks, known, next_block)
@@ -212,8 +228,7 @@ def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs,
     """Split the keys and values of a block, beginning with key `start`, by head; pages interleave heads by token."""
     block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
-    low, _ = find_key_range(plan, tile.position)
-    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+    low, high = tile.find_some(plan)
 
     def taken(clear: bool) -> None:
         def some(number: Scalar, _: None) -> None:
@@ -253,8 +268,7 @@ def _zero_unseen_latents(
     del heads
     (held,) = cache.held
     size = cache.page_size
-    low, _ = find_key_range(plan, tile.position)
-    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+    low, high = tile.find_some(plan)
 
     @pl.when((start < low) | (start + cache.block > high))
     def cleared() -> None:
@@ -328,7 +342,7 @@ def _add_block(
         # Padding rows see the same keys as the tile's last query.
         i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
         j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
-        return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j)
+        return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j, tile.keys)
 
     def seen_in_part() -> None:
         of_all = sees(0) if units.rows == rows else None
@@ -339,10 +353,9 @@ def _add_block(
         of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
         _add_units(plan, heads, of_tile, block, masked)
 
-    first, _ = find_key_range(plan, tile.position)
-    _, end = find_key_range(plan, tile.position + (tile.queries - 1))
-    low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
-    _, high = find_key_range(plan, tile.position)
+    first, end = tile.find_some(plan)
+    low, _ = find_key_range(plan, tile.position + (tile.queries - 1), tile.keys)
+    _, high = find_key_range(plan, tile.position, tile.keys)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
     pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
     pl.when(jnp.logical_not(seen))(seen_in_part)
@@ -435,10 +448,13 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     blocks = build_blocks(plan, operands, tiles)
     # Padded for a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
-    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
+    further = _build_further(plan, operands, tiles)
+    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks, *further.values())
     arrays = (q, *_list_pages(operands))
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
-    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret)
+    kernel = functools.partial(
+        _kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret, tuple(further)
+    )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
     out, statistics = pl.pallas_call(
@@ -471,6 +487,11 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
         max=jnp.where(there, statistics[..., :1], -jnp.inf),
         sum=jnp.where(there, statistics[..., 1:2], 0.0),
     )
+
+
+def _build_further(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
+    """Build what only some calls have, by the name in `FurtherRefs`."""
+    return {} if plan.right == 0 else {"keys": operands.kv_lens[tiles.sequence]}
 
 
 def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
@@ -525,9 +546,16 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
 
 
 def _kernel(
-    plan: PagedPlan, pages_per_seq: int, copied: int, interpret: Interpret, page_indices: Any, *refs: Ref
+    plan: PagedPlan,
+    pages_per_seq: int,
+    copied: int,
+    interpret: Interpret,
+    further: tuple[str, ...],
+    page_indices: Any,
+    *refs: Ref,
 ) -> None:
-    scalars, (q, *arrays) = refs[: _NUM_TILE_LISTS + _NUM_BLOCK_LISTS], refs[_NUM_TILE_LISTS + _NUM_BLOCK_LISTS :]
+    lists = _NUM_TILE_LISTS + _NUM_BLOCK_LISTS
+    scalars, further_refs, (q, *arrays) = refs[:lists], refs[lists:][: len(further)], refs[lists + len(further) :]
     pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
     steps: Any = pl.num_programs(0)
@@ -546,6 +574,7 @@ def _kernel(
             reshapes=isinstance(interpret, bool),
         ),
         HeadRefs(*heads),
+        FurtherRefs(**dict(zip(further, further_refs, strict=True))),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )
 

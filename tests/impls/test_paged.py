@@ -73,14 +73,15 @@ def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], 
     st.sampled_from([1, 3, 8]),
     st.sampled_from([1, 2, 5]),
     st.sampled_from([None, 0, 6]),
+    st.sampled_from([None, 0, 3]),
 )
 def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
-    sequences: list[tuple[int, int]], block_q: int, block_pages: int, left: int | None
+    sequences: list[tuple[int, int]], block_q: int, block_pages: int, left: int | None, right: int | None
 ) -> None:
     q_lens = [q_len for q_len, _ in sequences]
     # Some sequences have fewer keys than queries: the first of these see none.
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
-    plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
+    plan = PagedPlan(left=left, right=right, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
     tiles = build_tiles(given_, block_q)
     blocks = on_host(build_blocks(plan, given_, tiles))
     tiles = on_host(tiles)
@@ -89,7 +90,9 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     for number in range(total):
         first = int(tiles.position[number])
         last = first + int(tiles.queries[number]) - 1
-        seen = {j // page_size for j in range(0 if left is None else max(first - left, 0), last + 1)}
+        keys = int(given_.kv_lens[tiles.sequence[number]])
+        stop = keys if right is None else last + 1 if right == 0 else min(last + right + 1, keys)
+        seen = {j // page_size for j in range(0 if left is None else max(first - left, 0), stop)}
         copied = set(range(int(blocks.slot[number]), int(blocks.end[number])))
         assert copied == seen
         assert blocks.length[number] == -(-len(seen) // block_pages)
