@@ -119,9 +119,10 @@ def attention(
     right = 0 if causal else right
     further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
     _check_further(q, further)
-    if backend in ("tpu", "mosaic"):
-        later = "causal=False" if right != 0 and backend == "mosaic" else None
-        _refuse_further({**further, "mask_mod": mask_mod, "score_mod": score_mod, "causal": later})
+    if backend == "mosaic":
+        _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
+    if backend == "tpu":
+        _refuse_arrays(mask, tree_mask)
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     _refuse_scales(backend, k_scales, page_scales, k_scale)
@@ -254,10 +255,17 @@ def _check_further(q: Any, further: Mapping[str, Any]) -> None:
 
 
 def _refuse_further(right: int | None, given: Mapping[str, Any]) -> None:
-    """Raise `NotImplementedError` for a mask or operand that the TPU kernel and the Mosaic GPU kernel lack."""
+    """Raise `NotImplementedError` for a mask or operand that the Mosaic GPU kernel lacks."""
     refused = [name for name, x in given.items() if x is not None] + ["causal=False"] * (right != 0)
     if refused:
-        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' and 'gpu' only")
+        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable', 'gpu' and 'tpu' only")
+
+
+def _refuse_arrays(mask: Any, tree_mask: Any) -> None:
+    """Raise `NotImplementedError` for masks that are arrays."""
+    for name, x in (("mask", mask), ("tree_mask", tree_mask)):
+        if x is not None:
+            raise NotImplementedError(f"paged on a TPU does not support {name}: take backend='portable'")
 
 
 def _check_stored_dtypes(k: Any, v: Any) -> None:

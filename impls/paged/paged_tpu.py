@@ -29,6 +29,7 @@ keep the matrix units busy for 768 of them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,10 +68,11 @@ from impls.paged.paged_plan import (
     QueryTiles,
     build_tiles,
     compute_allowed,
+    compute_changed_logits,
     compute_logits,
     find_key_range,
 )
-from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, repeat_lanes, sum_by_lane
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, make_column, repeat_lanes, sum_by_lane
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
@@ -118,6 +120,7 @@ class Tile(NamedTuple):
     most: int  # largest number of queries per tile
     group: int  # query heads per key/value head
     keys: Any = None  # number of keys of its sequence; None if no query sees a key after its own position
+    sequence: Any = None  # None without functions of places
 
     def sized(self, do: Callable[[int], None]) -> None:
         """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
@@ -136,6 +139,9 @@ class FurtherRefs(NamedTuple):
     """Refs of operands that only some calls have; None in other calls."""
 
     keys: Any = None  # SMEM [L], number of keys of each tile's sequence
+    # Of each query head, f32 `[K, p, LANES]`, the same in every lane. The rows of a tile repeat these p rows.
+    logit_scale: Any = None
+    alibi_slopes: Any = None
 
 
 def compute_tile(
@@ -154,6 +160,8 @@ def compute_tile(
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
     if further.keys is not None:
         tile = tile._replace(keys=further.keys[number])
+    if plan.mask_mod is not None or plan.score_mod is not None:
+        tile = tile._replace(sequence=tiles.sequence[number])
     # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
     pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
@@ -162,7 +170,7 @@ def compute_tile(
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
     # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
-    may_overlap = cache.paired and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    may_overlap = cache.paired and not _hides_places(plan) and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
 
     def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
         low, high = find_key_range(plan, tile.position, tile.keys)
@@ -190,10 +198,11 @@ def compute_tile(
         def add_and_copy() -> None:
             units = _list_units(plan, cache, heads, buffer, count_rows(plan, 1, group), None)
             start_pages = build_starts(cache, tiles, blocks, next_tile, next_block)
-            _add_units(plan, heads, units, cache.block, lambda n, z: z, start_pages)
+            logits = _build_logits(plan, tile, further, units, start, cache.block)
+            _add_units(heads, units, cache.block, logits, start_pages)
 
         def add() -> None:
-            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, further, buffer, start))
 
         if overlapping is None:
             add()
@@ -209,6 +218,11 @@ def compute_tile(
     tile.sized(functools.partial(_write_results, tile, heads, results))
     start_rows(results, tiles, number)
     pl.when(number == tiles.total - 1)(functools.partial(wait_for_rows, results, tiles, number))
+
+
+def _hides_places(plan: PagedPlan) -> bool:
+    """Check whether a mask may hide keys within the run of keys that a query sees."""
+    return plan.mask_mod is not None
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
@@ -329,36 +343,100 @@ def _list_units(
     return ComputeUnits(rows // some, some, place, latents, values_of_latents)
 
 
+def _locate(tile: Tile, start: Scalar, shape: tuple[int, int], first: Scalar = 0) -> tuple[Any, Any]:
+    """Locate rows from `first` and keys from `start` on: the position of each pair's query and of its key."""
+    # Padding rows see the same keys as the tile's last query.
+    i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
+    j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return tile.position + jnp.minimum(i, tile.queries - 1), j
+
+
+def _find_heads(tile: Tile, number: Scalar, shape: tuple[int, int]) -> Any:
+    """Find the query head of each row of key/value head `number`."""
+    return number * tile.group + lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(tile.group))
+
+
+def _build_logits(
+    plan: PagedPlan, tile: Tile, further: FurtherRefs, units: ComputeUnits, start: Scalar, block: int
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """Build the function that computes the logits of a unit, in units of log 2, from its number and its products."""
+    of_heads = (further.logit_scale, further.alibi_slopes)
+    if plan.score_mod is None and all(ref is None for ref in of_heads):
+        return lambda number, x: compute_logits(plan, x, LN_2, functools.partial(units.of_keys, number))
+    shape = (units.rows, block)
+    i, j = _locate(tile, start, shape)
+
+    def logits(number: Any, products: jax.Array) -> jax.Array:
+        factor, slopes = (None if ref is None else _repeat_heads(ref[number], shape) for ref in of_heads)
+        return compute_changed_logits(
+            plan,
+            products,
+            (tile.sequence, _find_heads(tile, number, shape), i, j),
+            factor=factor,
+            slopes=slopes,
+            unit=LN_2,
+            of_keys=functools.partial(units.of_keys, number),
+        )
+
+    return logits
+
+
+def _repeat_heads(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Repeat the numbers of a group's heads, `[p, LANES]`, to `shape`."""
+    rows, block = shape
+    return repeat_lanes(jnp.concatenate([x] * -(-rows // len(x)))[:rows], block)
+
+
 def _add_block(
-    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar, size: int
+    plan: PagedPlan,
+    tile: Tile,
+    cache: PageCache,
+    heads: HeadRefs,
+    further: FurtherRefs,
+    buffer: Scalar,
+    start: Scalar,
+    size: int,
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
     list_units = functools.partial(_list_units, plan, cache, heads, buffer, rows)
     units = list_units(None)
     shape = (units.rows, block)
+    logits = _build_logits(plan, tile, further, units, start, block)
 
     def sees(first: Scalar) -> jax.Array:
-        # Padding rows see the same keys as the tile's last query.
-        i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
-        j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
-        return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j, tile.keys)
+        return compute_allowed(plan, *_locate(tile, start, shape, first), tile.keys)
 
     def seen_in_part() -> None:
         of_all = sees(0) if units.rows == rows else None
 
-        def masked(number: Scalar, z: jax.Array) -> jax.Array:
-            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # equation (3)
+        def masked(number: Scalar, products: jax.Array) -> jax.Array:
+            z = logits(number, products)
+            allowed = sees(number * units.rows) if of_all is None else of_all
+            if plan.mask_mod is not None:
+                allowed = allowed & _call_mask(plan, tile, number, *_locate(tile, start, shape))
+            return jnp.where(allowed, z, -jnp.inf)  # equation (3)
 
         of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
-        _add_units(plan, heads, of_tile, block, masked)
+        _add_units(heads, of_tile, block, masked, hides=_hides_places(plan))
 
     first, end = tile.find_some(plan)
+    if _hides_places(plan):
+        seen_in_part()
+        return
     low, _ = find_key_range(plan, tile.position + (tile.queries - 1), tile.keys)
     _, high = find_key_range(plan, tile.position, tile.keys)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
-    pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
+    pl.when(seen)(functools.partial(_add_units, heads, units, block, logits))
     pl.when(jnp.logical_not(seen))(seen_in_part)
+
+
+def _call_mask(plan: PagedPlan, tile: Tile, number: Scalar, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Call `mask_mod` for the rows at positions `i` of key/value head `number` and the keys `j`."""
+    assert plan.mask_mod is not None
+    found = jnp.asarray(plan.mask_mod(tile.sequence, _find_heads(tile, number, i.shape), i, j))
+    # Booleans that differ by sequence alone are no vector, and only numbers can be made one.
+    return found if found.shape == i.shape else jnp.broadcast_to(found.astype(jnp.int32), i.shape) != 0
 
 
 def _count_together(units: int, rows: int) -> int:
@@ -368,18 +446,22 @@ def _count_together(units: int, rows: int) -> int:
 
 
 def _add_units(
-    plan: PagedPlan,
     heads: HeadRefs,
     units: ComputeUnits,
     block: int,
-    masked: Callable[[Any, jax.Array], jax.Array],
+    logits: Callable[[Any, jax.Array], jax.Array],
     start_pages: Callable[[int, int], None] = lambda number, of: None,
+    *,
+    hides: bool = False,
 ) -> None:
     """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit.
 
     If units have few rows, the products of all units that are computed together are issued first.
 
     Args:
+      logits: function of a unit's number and its products that computes logits in units of log 2, -inf where a query
+        does not see a key.
+      hides: whether no row of a unit may see a key that the tile sees.
       start_pages: function that starts a part of the copies of the next block: part `number` of `of` parts. It needs
         all units to be computed together.
     """
@@ -389,6 +471,10 @@ def _add_units(
 
     def products_of(number: Scalar, n: int) -> jax.Array:
         return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
+
+    def scale_weights(number: Scalar, weights: jax.Array, z: jax.Array) -> jax.Array:
+        scaled = units.of_values(number, weights)
+        return jnp.where(z == -jnp.inf, 0.0, scaled) if hides else scaled  # scales of hidden keys may be NaN
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
@@ -400,13 +486,14 @@ def _add_units(
             products, (before, total, acc) = coming[n], softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
             if n + ahead < several:
                 coming.append(products_of(these[n + ahead], n + ahead))
-            z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
-            z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
+            z = logits(this, products)  # equations (1) to (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
             values = units.values(this, n % 2)  # [block, V]
+            if hides:
+                values = _zero_hidden(values, z)
             acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
-                units.of_values(this, weights).astype(values.dtype), values, (1, 0)
+                scale_weights(this, weights, z).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)
             softmax[n] = top, total * decay + sum_by_lane(weights), acc  # sum of weights, equation (5)
         for this, found in zip(these, softmax, strict=True):
@@ -414,6 +501,16 @@ def _add_units(
             heads.max[place], heads.sum[place], heads.out[place] = found
 
     lax.fori_loop(jnp.int32(0), jnp.int32(units.total // several), of_units, None)
+
+
+def _zero_hidden(values: jax.Array, z: jax.Array) -> jax.Array:
+    """Zero the values `[block, V]` of keys that no row sees: they may be NaN, and 0 * NaN is not 0.
+
+    Each key/value head has its own, since a mask may hide a key from the query heads of one of them alone.
+    """
+    largest = make_column(z.max(axis=0, keepdims=True))  # [block, LANES]
+    is_hidden = repeat_lanes(largest, values.shape[1]) == -jnp.inf
+    return jnp.where(is_hidden, 0.0, values.astype(jnp.float32)).astype(values.dtype)
 
 
 def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> None:
@@ -448,12 +545,13 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     blocks = build_blocks(plan, operands, tiles)
     # Padded for a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
-    further = _build_further(plan, operands, tiles)
-    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks, *further.values())
-    arrays = (q, *_list_pages(operands))
+    lists, blocked = _build_lists(plan, operands, tiles), _build_blocked(operands)
+    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks, *lists.values())
+    pages = _list_pages(operands)
+    arrays = (q, *pages, *blocked.values())
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
     kernel = functools.partial(
-        _kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret, tuple(further)
+        _kernel, plan, operands.page_indices.shape[1], len(pages), interpret, tuple(lists), tuple(blocked)
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
@@ -467,7 +565,8 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
             grid=(tiles.total,),
             in_specs=[
                 pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0)),
-                *[anywhere] * len(arrays[1:]),
+                *[anywhere] * len(pages),
+                *(pl.BlockSpec(x.shape, lambda tile, *_: (0, 0, 0)) for x in blocked.values()),
             ],
             out_specs=[anywhere] * 2,
             scratch_shapes=_build_scratch(plan, operands),
@@ -489,9 +588,22 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     )
 
 
-def _build_further(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
-    """Build what only some calls have, by the name in `FurtherRefs`."""
+def _build_lists(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
+    """Build the lists of `FurtherRefs` in scalar memory that the call needs, by name."""
     return {} if plan.right == 0 else {"keys": operands.kv_lens[tiles.sequence]}
+
+
+def _build_blocked(operands: Operands) -> dict[str, jax.Array]:
+    """Build the arrays of `FurtherRefs` in VMEM that the call needs, by name."""
+    group = operands.q.shape[1] // operands.k_pages.shape[2]
+    of_heads = {"logit_scale": operands.logit_scale, "alibi_slopes": operands.alibi_slopes}
+    return {name: _build_head_rows(x, group) for name, x in of_heads.items() if x is not None}
+
+
+def _build_head_rows(x: jax.Array, group: int) -> jax.Array:
+    """Repeat numbers of query heads `[N]` until the heads of a group fill whole registers, `[K, p, LANES]`."""
+    rows = jnp.tile(x.astype(jnp.float32).reshape(-1, group), (1, math.lcm(group, SUBLANES) // group))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
 def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
@@ -550,19 +662,22 @@ def _kernel(
     pages_per_seq: int,
     copied: int,
     interpret: Interpret,
-    further: tuple[str, ...],
+    lists: tuple[str, ...],
+    blocked: tuple[str, ...],
     page_indices: Any,
     *refs: Ref,
 ) -> None:
-    lists = _NUM_TILE_LISTS + _NUM_BLOCK_LISTS
-    scalars, further_refs, (q, *arrays) = refs[:lists], refs[lists:][: len(further)], refs[lists + len(further) :]
-    pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
+    num_lists = _NUM_TILE_LISTS + _NUM_BLOCK_LISTS + len(lists)
+    scalars, (q, *arrays) = refs[:num_lists], refs[num_lists:]
+    pages, arrays = arrays[:copied], arrays[copied:]
+    further = dict(zip((*lists, *blocked), (*scalars[num_lists - len(lists) :], *arrays[: len(blocked)]), strict=True))
+    out, statistics, *scratch = arrays[len(blocked) :]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
     steps: Any = pl.num_programs(0)
     compute_tile(
         plan,
         QueryTiles(steps, *scalars[:_NUM_TILE_LISTS]),
-        PageBlocks(*scalars[_NUM_TILE_LISTS:]),
+        PageBlocks(*scalars[_NUM_TILE_LISTS : _NUM_TILE_LISTS + _NUM_BLOCK_LISTS]),
         q,
         PageCache(
             page_indices,
@@ -574,7 +689,7 @@ def _kernel(
             reshapes=isinstance(interpret, bool),
         ),
         HeadRefs(*heads),
-        FurtherRefs(**dict(zip(further, further_refs, strict=True))),
+        FurtherRefs(**further),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )
 
