@@ -77,11 +77,16 @@ def find_chip_room() -> VmemRoom:
     return VmemRoom(vmem=DEFAULT_SCOPED, rows=3072, keys=2**20)
 
 
-def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
+def choose_block_q(total_q: int, heads: int, *, latent: bool = False, columns: int = 0) -> int:
     """Choose the default queries per tile: as many as fit VMEM, at most 128.
 
     A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
+
+    Args:
+      columns: those of masks that are arrays. Of each, a query takes 2 bytes in each of two buffers.
     """
+    if columns:
+        total_q = min(total_q, find_chip_room().keys // (2 * NUM_BUFFERS * columns))
     rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
     return max(1, min(total_q, 128, rows // heads))
 

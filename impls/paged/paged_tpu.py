@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ from impls.paged.paged_plan import (
     compute_logits,
     find_key_range,
 )
-from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, make_column, repeat_lanes, sum_by_lane
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, make_column, repeat_lanes, round_up, sum_by_lane
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
@@ -121,6 +122,7 @@ class Tile(NamedTuple):
     group: int  # query heads per key/value head
     keys: Any = None  # number of keys of its sequence; None if no query sees a key after its own position
     sequence: Any = None  # None without functions of places
+    before: Any = None  # number of its sequence's keys before those of the queries; None without a mask of trees
 
     def sized(self, do: Callable[[int], None]) -> None:
         """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
@@ -139,6 +141,10 @@ class FurtherRefs(NamedTuple):
     """Refs of operands that only some calls have; None in other calls."""
 
     keys: Any = None  # SMEM [L], number of keys of each tile's sequence
+    before: Any = None  # SMEM [L], how many of them lie before those of the queries
+    # VMEM [block_q, columns] bf16, 1 where a query of the tile sees a key of its sequence, or that of a query.
+    mask: Any = None
+    tree_mask: Any = None
     # Of each query head, f32 `[K, p, LANES]`, the same in every lane. The rows of a tile repeat these p rows.
     logit_scale: Any = None
     alibi_slopes: Any = None
@@ -160,6 +166,8 @@ def compute_tile(
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
     if further.keys is not None:
         tile = tile._replace(keys=further.keys[number])
+    if further.before is not None:
+        tile = tile._replace(before=further.before[number])
     if plan.mask_mod is not None or plan.score_mod is not None:
         tile = tile._replace(sequence=tiles.sequence[number])
     # The very first block of the call: no earlier tile could start its copy.
@@ -170,7 +178,8 @@ def compute_tile(
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
     # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
-    may_overlap = cache.paired and not _hides_places(plan) and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    hides = _hides_places(plan, further)
+    may_overlap = cache.paired and not hides and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
 
     def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
         low, high = find_key_range(plan, tile.position, tile.keys)
@@ -220,9 +229,9 @@ def compute_tile(
     pl.when(number == tiles.total - 1)(functools.partial(wait_for_rows, results, tiles, number))
 
 
-def _hides_places(plan: PagedPlan) -> bool:
+def _hides_places(plan: PagedPlan, further: FurtherRefs) -> bool:
     """Check whether a mask may hide keys within the run of keys that a query sees."""
-    return plan.mask_mod is not None
+    return any(x is not None for x in (plan.mask_mod, further.mask, further.tree_mask))
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
@@ -409,6 +418,8 @@ def _add_block(
 
     def seen_in_part() -> None:
         of_all = sees(0) if units.rows == rows else None
+        if further.mask is not None or further.tree_mask is not None:
+            of_all = of_all & _look_up_masks(tile, further, start, size, shape)
 
         def masked(number: Scalar, products: jax.Array) -> jax.Array:
             z = logits(number, products)
@@ -418,17 +429,52 @@ def _add_block(
             return jnp.where(allowed, z, -jnp.inf)  # equation (3)
 
         of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
-        _add_units(heads, of_tile, block, masked, hides=_hides_places(plan))
+        _add_units(heads, of_tile, block, masked, hides=_hides_places(plan, further))
 
     first, end = tile.find_some(plan)
-    if _hides_places(plan):
+    if plan.mask_mod is not None or further.mask is not None:
         seen_in_part()
         return
     low, _ = find_key_range(plan, tile.position + (tile.queries - 1), tile.keys)
     _, high = find_key_range(plan, tile.position, tile.keys)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
+    if further.tree_mask is not None:
+        seen = seen & (start + block <= tile.before)
     pl.when(seen)(functools.partial(_add_units, heads, units, block, logits))
     pl.when(jnp.logical_not(seen))(seen_in_part)
+
+
+def _look_up_masks(tile: Tile, further: FurtherRefs, start: Scalar, size: int, shape: tuple[int, int]) -> jax.Array:
+    """Look up which keys of a block the rows of a tile see by the masks that are arrays.
+
+    Two products with zeros and ones select numbers: keys of the block from columns, and the query of each row.
+    """
+    rows, block = shape
+    masks = ((further.mask, jnp.int32(0)), (further.tree_mask, tile.before))
+    found = [_select_columns(ref, size, start - first, block) for ref, first in masks if ref is not None]
+    sees = functools.reduce(operator.mul, found)  # [size, block]
+    if size == 1:
+        return jnp.broadcast_to(sees, shape) > 0.5
+    query = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows, size), 0) // jnp.int32(tile.group), tile.queries - 1)
+    of_row = lax.broadcasted_iota(jnp.int32, (rows, size), 1) == query
+    return multiply_tiles(_count_true(of_row), sees.astype(jnp.bfloat16), (1, 0)) > 0.5
+
+
+def _select_columns(ref: Ref, size: int, start: Scalar, block: int) -> jax.Array:
+    """Select columns `start` to `start + block` of `size` rows, f32; 1 for columns before the first."""
+    columns = ref.shape[1]
+    width = min(columns, round_up(block, LANES) + LANES)
+    # Loads begin at whole registers, columns do not.
+    at = pl.multiple_of(jnp.clip(start // LANES * LANES, 0, columns - width), LANES)
+    column = start + lax.broadcasted_iota(jnp.int32, (width, block), 1)
+    is_chosen = lax.broadcasted_iota(jnp.int32, (width, block), 0) + at == column
+    found = multiply_tiles(ref[:size, pl.ds(at, width)], _count_true(is_chosen), (1, 0))
+    return jnp.where(start + lax.broadcasted_iota(jnp.int32, found.shape, 1) < 0, 1.0, found)
+
+
+def _count_true(x: jax.Array) -> jax.Array:
+    """Convert booleans to zeros and ones, which products in bf16 add up exactly."""
+    return jnp.where(x, 1.0, 0.0).astype(jnp.bfloat16)
 
 
 def _call_mask(plan: PagedPlan, tile: Tile, number: Scalar, i: jax.Array, j: jax.Array) -> jax.Array:
@@ -545,7 +591,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     blocks = build_blocks(plan, operands, tiles)
     # Padded for a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
-    lists, blocked = _build_lists(plan, operands, tiles), _build_blocked(operands)
+    lists, blocked = _build_lists(plan, operands, tiles), _build_blocked(plan, operands, tiles)
     scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks, *lists.values())
     pages = _list_pages(operands)
     arrays = (q, *pages, *blocked.values())
@@ -566,7 +612,12 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
             in_specs=[
                 pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0)),
                 *[anywhere] * len(pages),
-                *(pl.BlockSpec(x.shape, lambda tile, *_: (0, 0, 0)) for x in blocked.values()),
+                *(
+                    pl.BlockSpec((None, *x.shape[1:]), lambda tile, *_: (tile, 0, 0))
+                    if name in _MASKS
+                    else pl.BlockSpec(x.shape, lambda tile, *_: (0, 0, 0))
+                    for name, x in blocked.items()
+                ),
             ],
             out_specs=[anywhere] * 2,
             scratch_shapes=_build_scratch(plan, operands),
@@ -588,16 +639,33 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     )
 
 
+_MASKS = ("mask", "tree_mask")
+
+
 def _build_lists(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
     """Build the lists of `FurtherRefs` in scalar memory that the call needs, by name."""
-    return {} if plan.right == 0 else {"keys": operands.kv_lens[tiles.sequence]}
+    found = {} if plan.right == 0 else {"keys": operands.kv_lens[tiles.sequence]}
+    if operands.tree_mask is not None:
+        found["before"] = (operands.kv_lens - jnp.diff(operands.cu_q_lens))[tiles.sequence]
+    return found
 
 
-def _build_blocked(operands: Operands) -> dict[str, jax.Array]:
+def _build_blocked(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
     """Build the arrays of `FurtherRefs` in VMEM that the call needs, by name."""
     group = operands.q.shape[1] // operands.k_pages.shape[2]
+    masks = {name: x for name in _MASKS if (x := getattr(operands, name)) is not None}
     of_heads = {"logit_scale": operands.logit_scale, "alibi_slopes": operands.alibi_slopes}
-    return {name: _build_head_rows(x, group) for name, x in of_heads.items() if x is not None}
+    return {
+        **{name: _gather_tile_rows(x, tiles, plan.block_q) for name, x in masks.items()},
+        **{name: _build_head_rows(x, group) for name, x in of_heads.items() if x is not None},
+    }
+
+
+def _gather_tile_rows(mask: jax.Array, tiles: QueryTiles, block_q: int) -> jax.Array:
+    """Gather the rows of each tile's queries, `[L, block_q, columns]` bf16, with whole lanes of columns."""
+    columns = mask.shape[1]
+    padded = jnp.pad(mask, ((0, 0), (0, round_up(columns, LANES) - columns))).astype(jnp.bfloat16)
+    return padded.at[tiles.row[:, None] + jnp.arange(block_q, dtype=jnp.int32)].get(mode="clip")
 
 
 def _build_head_rows(x: jax.Array, group: int) -> jax.Array:

@@ -250,6 +250,38 @@ def test_heads_that_are_loaded_in_pairs_conform(case: str) -> None:
     assert [record for record in found if record.verdict in RED] == []
 
 
+MASKS = {
+    "ahead": "prefill/f32/B4.T13.S145.N6.K2.H64.V48/window-l9-r3_at-145-16-17-9/softcap30/alibi/paged16-q13-1-1-9",
+    "tree": "prefill/bf16/B4.T13.S145.N4.K2.H128.V128/tree-13-1-1-9_at-145-16-17-9/logitscale/paged16-q13-1-1-9",
+    "varying": "prefill/bf16/B4.T13.S145.N4.K2.H128.V128/varying-l4_at-145-16-17-9/score-rows/paged5-q13-1-1-9",
+    "array": "prefill/f32/B4.T13.S145.N4.K2.H64.V64/dense-d40_at-145-16-17-9/sinks/alibi/logitscale/paged16-q13-1-1-9",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name == "tree" else pytest.mark.long) for name, case in MASKS.items()],
+)
+def test_masks_over_sequences_conform_on_a_tpu(case: str) -> None:
+    """Judge values that a mask hides, which may be NaN, and copies that are started under masks."""
+    checks = ("forward", "residuals", "poison", "interpreter")
+    implementation = implementation_registry.find_implementation("paged_tpu")
+    plan = run_plan.plan_case(
+        implementation, parse_case_id(f"{case}/normal/s0"), [CHECKS_BY_NAME[check] for check in checks]
+    )
+    found = Runner(Settings()).run(plan.jobs)
+    assert {record.check for record in found if record.verdict == PASS} == set(checks)
+    assert [record for record in found if record.verdict in RED] == []
+
+
+def test_a_tpu_takes_no_function_that_captures_an_array() -> None:
+    table = jnp.arange(8) % 2 == 0
+    with pytest.raises(NotImplementedError, match="a mask_mod that captures an array: pass the array as mask"):
+        call(backend="tpu", mask_mod=lambda b, n, i, j: table[j])
+    with pytest.raises(NotImplementedError, match="a score_mod that captures an array: compute the score"):
+        call(backend="tpu", score_mod=lambda x, b, n, i, j: x + table[j])
+
+
 BYTES: dict[str, Any] = {name: x.astype(jnp.int8) for name, x in PAGES.items()}
 SCALES: dict[str, Any] = {"k_scales": jnp.ones((6, 4, 2)), "v_scales": jnp.ones((6, 4, 2))}
 
