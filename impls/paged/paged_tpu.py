@@ -24,6 +24,9 @@ whole block. For a single query, the products of eight heads are issued before t
 block are started among them. A block of 512 keys then takes 1,011 cycles, with the start of 64 copies (compiler's
 schedule on v5e, libtpu 0.0.50.1, depth 128, bf16, eight query heads for each of eight key/value heads). Products alone
 keep the matrix units busy for 768 of them.
+
+Masks over sequences (docs/contract.md, section 8) are applied in every block within the window, but a mask of trees
+only from the keys of the queries on.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ class Tile(NamedTuple):
         if self.most > 1:
             pl.when(self.queries != 1)(functools.partial(do, self.most))
 
-    def find_some(self, plan: PagedPlan) -> tuple[Any, Any]:
+    def find_seen_keys(self, plan: PagedPlan) -> tuple[Any, Any]:
         """Find the first key that some query of the tile sees, and one past the last."""
         low, _ = find_key_range(plan, self.position, self.keys)
         _, high = find_key_range(plan, self.position + (self.queries - 1), self.keys)
@@ -179,7 +182,9 @@ def compute_tile(
 
     # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
     hides = _hides_places(plan, further)
-    may_overlap = cache.paired and not hides and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    may_overlap = (
+        cache.paired and not hides and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    )
 
     def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
         low, high = find_key_range(plan, tile.position, tile.keys)
@@ -251,7 +256,7 @@ def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs,
     """Split the keys and values of a block, beginning with key `start`, by head; pages interleave heads by token."""
     block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
-    low, high = tile.find_some(plan)
+    low, high = tile.find_seen_keys(plan)
 
     def taken(clear: bool) -> None:
         def some(number: Scalar, _: None) -> None:
@@ -291,7 +296,7 @@ def _zero_unseen_latents(
     del heads
     (held,) = cache.held
     size = cache.page_size
-    low, high = tile.find_some(plan)
+    low, high = tile.find_seen_keys(plan)
 
     @pl.when((start < low) | (start + cache.block > high))
     def cleared() -> None:
@@ -411,12 +416,13 @@ def _add_block(
     list_units = functools.partial(_list_units, plan, cache, heads, buffer, rows)
     units = list_units(None)
     shape = (units.rows, block)
-    logits = _build_logits(plan, tile, further, units, start, block)
+    build_logits = functools.partial(_build_logits, plan, tile, further, units, start, block)
 
     def sees(first: Scalar) -> jax.Array:
         return compute_allowed(plan, *_locate(tile, start, shape, first), tile.keys)
 
     def seen_in_part() -> None:
+        logits = build_logits()
         of_all = sees(0) if units.rows == rows else None
         if further.mask is not None or further.tree_mask is not None:
             of_all = of_all & _look_up_masks(tile, further, start, size, shape)
@@ -431,7 +437,7 @@ def _add_block(
         of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
         _add_units(heads, of_tile, block, masked, hides=_hides_places(plan, further))
 
-    first, end = tile.find_some(plan)
+    first, end = tile.find_seen_keys(plan)
     if plan.mask_mod is not None or further.mask is not None:
         seen_in_part()
         return
@@ -440,7 +446,7 @@ def _add_block(
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
     if further.tree_mask is not None:
         seen = seen & (start + block <= tile.before)
-    pl.when(seen)(functools.partial(_add_units, heads, units, block, logits))
+    pl.when(seen)(lambda: _add_units(heads, units, block, build_logits()))
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
 
@@ -520,7 +526,9 @@ def _add_units(
 
     def scale_weights(number: Scalar, weights: jax.Array, z: jax.Array) -> jax.Array:
         scaled = units.of_values(number, weights)
-        return jnp.where(z == -jnp.inf, 0.0, scaled) if hides else scaled  # scales of hidden keys may be NaN
+        if not hides or heads.scales is None:
+            return scaled
+        return jnp.where(z == -jnp.inf, 0.0, scaled)  # scales of hidden keys may be NaN
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]

@@ -43,7 +43,9 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-right-side-without-its-last-key",
-        Change("paged_plan", "jnp.minimum(position + (plan.right + 1), end)", "jnp.minimum(position + plan.right, end)"),
+        Change(
+            "paged_plan", "jnp.minimum(position + (plan.right + 1), end)", "jnp.minimum(position + plan.right, end)"
+        ),
         kind="window.border",
         reference="inferred from window_size of flash-attention, which counts keys on both sides",
         trigger=_reaches_ahead,
