@@ -396,8 +396,11 @@ def _compute_logits(
         plt.load(inputs[name].at[at.head], mask=at.there, other=other)[:, None] if name in inputs else None
         for name, other in others
     )
-    places = (at.sequence, at.head[:, None], at.position, j[None, :])
-    return compute_changed_logits(plan, products, places, factor=factor, slopes=slopes, of_keys=of_keys)
+
+    def locate() -> tuple[Any, Any, Any, Any]:
+        return at.sequence, at.head[:, None], at.position, j[None, :]
+
+    return compute_changed_logits(plan, products, locate, factor=factor, slopes=slopes, of_keys=of_keys)
 
 
 def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:

@@ -94,7 +94,7 @@ def compute_logits(
 def compute_changed_logits(
     plan: PagedPlan,
     products: jax.Array,
-    places: tuple[Any, Any, Any, Any],
+    locate: Callable[[], tuple[Any, Any, Any, Any]],
     *,
     factor: Any = None,
     slopes: Any = None,
@@ -104,13 +104,15 @@ def compute_changed_logits(
     """Compute logits in units of `unit` with what only some calls have, equations (1) and (2).
 
     Args:
-      places: sequence, query head, position of the query and position of the key, which broadcast with `products`.
+      locate: function that finds the sequence, the query head, the position of the query and that of the key of each
+        product; they broadcast with `products`.
       factor: the logit scale of each product, or None.
       slopes: the ALiBi slope of each product, or None.
       of_keys: as in `compute_logits`.
     """
     if factor is None and slopes is None and plan.score_mod is None:
         return compute_logits(plan, products, unit, of_keys)
+    places = locate()
     x = products * of_keys(jnp.float32(plan.scale))
     if factor is not None:
         x = x * factor

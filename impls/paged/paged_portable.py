@@ -121,7 +121,7 @@ def _add_block(
         sees = sees & plan.mask_mod(tile.sequence, n, position, j)
     of_heads = (operands.logit_scale, operands.alibi_slopes)
     factor, slopes = (None if x is None else x[n] for x in of_heads)
-    z = compute_changed_logits(plan, products, (tile.sequence, n, position, j), factor=factor, slopes=slopes)
+    z = compute_changed_logits(plan, products, lambda: (tile.sequence, n, position, j), factor=factor, slopes=slopes)
     z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))

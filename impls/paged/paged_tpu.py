@@ -385,7 +385,7 @@ def _build_logits(
         return compute_changed_logits(
             plan,
             products,
-            (tile.sequence, _find_heads(tile, number, shape), i, j),
+            lambda: (tile.sequence, _find_heads(tile, number, shape), i, j),
             factor=factor,
             slopes=slopes,
             unit=LN_2,
