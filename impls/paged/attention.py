@@ -130,7 +130,8 @@ def attention(
     if backend == "tpu":
         refuse_f16(q)
         columns = sum(0 if x is None else x.shape[1] for x in (mask, tree_mask))
-        block_q = block_q or choose_block_q(*q.shape[:2], columns=columns)
+        pairwise = any(x is not None for x in (mask_mod, score_mod, *further.values()))
+        block_q = block_q or choose_block_q(*q.shape[:2], pairwise=pairwise, columns=columns)
         block_kv = block_kv or choose_block_kv(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     on_gpu = backend in ("gpu", "mosaic")
     if on_gpu:
