@@ -305,6 +305,16 @@ def _build_compiled() -> tuple[Case, ...]:
         build_case(
             (16, 512), (8, 2), (64, 64), "tree-16-9_at-512-90", batch=2, phase="prefill", storage="paged16-q16-9"
         ),
+        build_case(
+            (64, 512),
+            (6, 2),
+            (128, 128),
+            "dense-d40_at-512-300",
+            batch=2,
+            phase="prefill",
+            storage="paged16-q64-1",
+            score="score-rows",
+        ),
     )
 
 
@@ -374,12 +384,26 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     long: dict[str, Any] = {**LONG_LENGTHS, "heads": (8, 2), "depths": (128, 128), "storage": "paged16-q2-1-0"}
     mixed: dict[str, Any] = {**MIXED_LENGTHS, "heads": (4, 2), "depths": (64, 64), "storage": "paged16-q20-1-1-0-1"}
     window: dict[str, Any] = {**WINDOW_LENGTHS, "depths": (64, 64), "storage": "shared16-q1-9-9"}
+    masked: dict[str, Any] = {"lengths": (9, 130), "batch": 3, "phase": "prefill", "storage": "paged16-q9-1-5"}
     return (
         (build_case(**mixed), build_case(**long), build_case(**long, kv_cache="kvint8-tensor")),
         (build_case(**window, heads=(4, 1)),),
         (build_case(**long),),  # bf16, whole lanes and an even number of heads, which a kernel may read in pairs
         (build_case(**mixed, kv_cache="kvint8-token"),),
         (build_case(**window, heads=(4, 2), kv_cache="kvfp8-token"),),
+        # Masks over sequences: later keys and operands of heads, and trees of drafted tokens.
+        (
+            build_case(
+                **masked,
+                mask="window-l60-r9_at-130-77-9",
+                heads=(6, 2),
+                depths=(64, 64),
+                dtype="f32",
+                alibi=True,
+                logit_scale=True,
+            ),
+        ),
+        (build_case(**masked, mask="tree-9-1-5_at-130-77-9", heads=(4, 2), depths=(128, 128)),),
     )
 
 

@@ -80,7 +80,7 @@ def attention(
 
     The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
 
-    Masks other than causal ones and windows, ALiBi, functions of places and a logit scale are for plain JAX and Triton.
+    The Mosaic GPU kernel takes no masks but causal ones and windows, and no ALiBi, score function or logit scale.
 
     Args:
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
@@ -98,8 +98,9 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, with
-        `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not support.
+      NotImplementedError: differentiation, float16 on a TPU or functions of places that capture arrays there, scales in
+        a layout that the back end does not read, with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size
+        that it does not support.
     """
     q, scale = widen_queries(q, q_scale, scale, out_dtype)
     check_paged_operands(
@@ -119,14 +120,18 @@ def attention(
     right = 0 if causal else right
     further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
     _check_further(q, further)
-    if backend in ("tpu", "mosaic"):
+    if backend == "mosaic":
         _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
     _check_backend(backend, block_kv, num_programs)
+    if backend == "tpu":
+        _refuse_captures(mask_mod, score_mod)
     page_size, num_kv_heads = k_pages.shape[1:3]
     _refuse_scales(backend, k_scales, page_scales, k_scale)
     if backend == "tpu":
         refuse_f16(q)
-        block_q = block_q or choose_block_q(*q.shape[:2])
+        columns = sum(0 if x is None else x.shape[1] for x in (mask, tree_mask))
+        pairwise = any(x is not None for x in (mask_mod, score_mod, *further.values()))
+        block_q = block_q or choose_block_q(*q.shape[:2], pairwise=pairwise, columns=columns)
         block_kv = block_kv or choose_block_kv(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     on_gpu = backend in ("gpu", "mosaic")
     if on_gpu:
@@ -253,10 +258,24 @@ def _check_further(q: Any, further: Mapping[str, Any]) -> None:
 
 
 def _refuse_further(right: int | None, given: Mapping[str, Any]) -> None:
-    """Raise `NotImplementedError` for a mask or operand that the TPU kernel and the Mosaic GPU kernel lack."""
+    """Raise `NotImplementedError` for a mask or operand that the Mosaic GPU kernel lacks."""
     refused = [name for name, x in given.items() if x is not None] + ["causal=False"] * (right != 0)
     if refused:
-        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' and 'gpu' only")
+        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable', 'gpu' and 'tpu' only")
+
+
+def _refuse_captures(mask_mod: Callable[..., Any] | None, score_mod: Callable[..., Any] | None) -> None:
+    """Raise `NotImplementedError` for a function of places that captures an array, which a TPU kernel cannot read."""
+    sequence, place = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (8, 128)))
+    score = jax.ShapeDtypeStruct(place.shape, jnp.float32)
+    for name, function, operands, remedy in (
+        ("mask_mod", mask_mod, (), "pass the array as mask"),
+        ("score_mod", score_mod, (score,), "compute the score from places, or pass alibi_slopes or logit_scale"),
+    ):
+        if function is None:
+            continue
+        if any(jnp.ndim(x) for x in jax.make_jaxpr(function)(*operands, sequence, *[place] * 3).consts):
+            raise NotImplementedError(f"paged on a TPU does not support a {name} that captures an array: {remedy}")
 
 
 def _check_stored_dtypes(k: Any, v: Any) -> None:

@@ -55,7 +55,7 @@ _DESCRIPTIONS: dict[Backend, str] = {
 
 
 _FURTHER = frozenset({"placed", "tree", "later_pages", "alibi_slopes", "score_mod", "logit_scale"})
-"""Features of masks and operands that the kernels in plain JAX and in Triton support."""
+"""Features of masks and operands that all kernels but the Mosaic GPU kernel support."""
 
 
 def build_implementation(name: str, *, backend: Backend = "portable") -> Implementation:
@@ -65,7 +65,7 @@ def build_implementation(name: str, *, backend: Backend = "portable") -> Impleme
         call=functools.partial(attention, backend=backend, **_JUDGED_SIZES_BY_BACKEND[backend]),
         description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
         unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
-        offers=_FURTHER if backend in ("portable", "gpu") else frozenset(),
+        offers=frozenset() if backend == "mosaic" else _FURTHER,
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

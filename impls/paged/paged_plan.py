@@ -91,6 +91,41 @@ def compute_logits(
     return jnp.float32(plan.soft_cap / unit) * bent  # logits with soft cap, equations (1) and (2)
 
 
+def compute_changed_logits(
+    plan: PagedPlan,
+    products: jax.Array,
+    locate: Callable[[], tuple[Any, Any, Any, Any]],
+    *,
+    factor: Any = None,
+    slopes: Any = None,
+    unit: float = 1.0,
+    of_keys: Callable[[Any], Any] = lambda scale: scale,
+) -> jax.Array:
+    """Compute logits in units of `unit` with what only some calls have, equations (1) and (2).
+
+    Args:
+      locate: function that finds the sequence, the query head, the position of the query and that of the key of each
+        product; they broadcast with `products`.
+      factor: the logit scale of each product, or None.
+      slopes: the ALiBi slope of each product, or None.
+      of_keys: as in `compute_logits`.
+    """
+    if factor is None and slopes is None and plan.score_mod is None:
+        return compute_logits(plan, products, unit, of_keys)
+    places = locate()
+    x = products * of_keys(jnp.float32(plan.scale))
+    if factor is not None:
+        x = x * factor
+    if slopes is not None:
+        _, _, i, j = places
+        x = x - slopes * jnp.abs(i - j).astype(jnp.float32)
+    if plan.score_mod is not None:
+        x = plan.score_mod(x, *places)
+    if plan.soft_cap is not None:
+        return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x / plan.soft_cap)
+    return x if unit == 1.0 else x * jnp.float32(1 / unit)
+
+
 class QueryTiles(NamedTuple):
     """Tiles of queries: the queries of each sequence, `block_q` at a time, one sequence after the other; int32.
 

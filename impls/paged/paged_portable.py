@@ -25,7 +25,7 @@ from impls.paged.paged_plan import (
     QueryTiles,
     build_tiles,
     compute_allowed,
-    compute_logits,
+    compute_changed_logits,
     find_block_range,
 )
 from impls.softmax_merge import Part
@@ -119,7 +119,9 @@ def _add_block(
     n = n + (jnp.arange(q.shape[1], dtype=jnp.int32) % (q.shape[1] // plan.block_q))[:, None]  # query head, [K, R, 1]
     if plan.mask_mod is not None:
         sees = sees & plan.mask_mod(tile.sequence, n, position, j)
-    z = _compute_changed_logits(plan, operands, products, (tile.sequence, n, position, j))
+    of_heads = (operands.logit_scale, operands.alibi_slopes)
+    factor, slopes = (None if x is None else x[n] for x in of_heads)
+    z = compute_changed_logits(plan, products, lambda: (tile.sequence, n, position, j), factor=factor, slopes=slopes)
     z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
@@ -141,23 +143,6 @@ def _look_up_masks(plan: PagedPlan, operands: Operands, tile: _Tile, t: jax.Arra
             rows = lax.dynamic_slice_in_dim(mask, tile.row, plan.block_q)
             sees = sees & ((j < first) | rows[:, jnp.clip(j - first, 0, mask.shape[1] - 1)][t])
     return sees
-
-
-def _compute_changed_logits(
-    plan: PagedPlan, operands: Operands, products: jax.Array, places: tuple[Any, Any, Any, Any]
-) -> jax.Array:
-    """Compute logits with soft cap, equations (1) and (2), from products `[K, R, block]` at `places` b, n, i and j."""
-    if operands.logit_scale is None and operands.alibi_slopes is None and plan.score_mod is None:
-        return compute_logits(plan, products)
-    _, n, i, j = places
-    x = products * jnp.float32(plan.scale)
-    if operands.logit_scale is not None:
-        x = x * operands.logit_scale[n]
-    if operands.alibi_slopes is not None:
-        x = x - operands.alibi_slopes[n] * jnp.abs(i - j).astype(jnp.float32)
-    if plan.score_mod is not None:
-        x = plan.score_mod(x, *places)
-    return x if plan.soft_cap is None else jnp.float32(plan.soft_cap) * jnp.tanh(x / plan.soft_cap)
 
 
 def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
