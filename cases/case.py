@@ -19,7 +19,7 @@ import numpy as np
 
 from cases import front_ends, mask_spec, quantization, score_functions
 from cases.case_fields import DISTRIBUTIONS, DTYPES, PHASES, CaseFields
-from cases.masks import FIRST_TOKENS, Listed, Mask, Tree, iter_leaves
+from cases.masks import FIRST_TOKENS, LOCAL_WINDOW, Listed, Mask, Tree, iter_leaves, list_conjuncts
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import form_registry
@@ -195,7 +195,10 @@ class Case(CaseFields):
         is_causal = sees_no_later_key(mask) if seen is None else seen.is_causal
         if not is_causal and form_registry.FORMS[self.stored.form].is_cache:
             found = (*found, "later_pages")
-        return (*found, Listed.feature) if any(isinstance(leaf, Listed) for leaf in iter_leaves(mask)) else found
+        if not any(isinstance(leaf, Listed) for leaf in iter_leaves(mask)):
+            return found
+        is_alone = any(isinstance(part, Listed) for part in list_conjuncts(mask))
+        return (*found, Listed.feature) if is_alone else (*found, Listed.feature, LOCAL_WINDOW)
 
     def _build_mask(self) -> Mask:
         return mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)

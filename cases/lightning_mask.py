@@ -19,8 +19,8 @@ from cases.masks.mask_numbers import require_integer
 from cases.moba_mask import ChoosingMask, Chosen
 
 _U = 2.0**-24  # unit roundoff of f32, in which scores are computed
-# Scores may be off by this multiple of their first-order error, like results in the tolerance table.
-_LIMIT = 4.0
+LIMIT = 4.0
+"""The multiple of their first-order error by which scores may be off, like results in the tolerance table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +67,27 @@ def split_indexer_operands(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np
 def _score(weights: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute the scores of all keys and bounds of their errors in f32, `[B, T, S]` each.
 
-    A product is off by its roundings, of which there are `D` one after another, in the worst order with random signs.
     Where a head's product is negative however it rounds, the head adds exactly 0.
     """
-    heads, depth = q.shape[2:]
+    heads = q.shape[2]
     scores, errors = (np.zeros((*q.shape[:2], k.shape[1])) for _ in range(2))
     for n in range(heads):
-        products = np.einsum("btd,bsd->bts", q[:, :, n], k)
-        size = np.einsum("btd,bsd->bts", np.abs(q[:, :, n]), np.abs(k))
-        of_product = _LIMIT * _U * (1 + max(1, depth**0.5 / 4)) * size
+        products, of_product = multiply_head(q[:, :, n], k)
         w = weights[:, :, n, None]
         scores += w * np.maximum(products, 0)
-        errors += np.where(products < -of_product, 0, np.abs(w) * (of_product + _LIMIT * _U * heads * np.abs(products)))
+        errors += np.where(products < -of_product, 0, np.abs(w) * (of_product + LIMIT * _U * heads * np.abs(products)))
     return scores, errors
+
+
+def multiply_head(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Multiply the queries `[B, T, D]` of a head by keys `[B, S, D]`; return products and their errors, `[B, T, S]`.
+
+    A product is off by its roundings in f32, of which there are `D` one after another, in the worst order with random
+    signs.
+    """
+    products = np.einsum("btd,bsd->bts", q, k)
+    size = np.einsum("btd,bsd->bts", np.abs(q), np.abs(k))
+    return products, LIMIT * _U * (1 + max(1, q.shape[-1] ** 0.5 / 4)) * size
 
 
 def _find_decided(

@@ -7,7 +7,8 @@
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
 which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
 are its last tokens, and each sees a window of `L` keys before its own. In `own-lL-fF-A-B` it also sees the first `F`
-keys. `listed-kN` has a list of `N` entries for each query. `lightning-K` has the `K` keys that an indexer chooses.
+keys. `listed-kN` has a list of `N` entries for each query; `listed-kN_or_window-lL-r0` also has a window beside it.
+`lightning-K` has the `K` keys that an indexer chooses.
 Specs combine with `_and_` and `_or_` (`_and_` binds tighter): `causal_or_spans-8-24`. `_at-A-B` at the end places all
 of a mask in sequences of `A` and `B` keys, whose last tokens are the queries, as `own` does. `tree-A-B` has a tree of
 `A` drafted tokens at the end of the first sequence. Each kind of mask has a class in `cases.masks` and an entry in
@@ -28,6 +29,7 @@ from cases import counter_rng
 from cases.lightning_mask import Lightning
 from cases.masks import (
     FIRST_TOKENS,
+    LOCAL_WINDOW,
     Bidirectional,
     Causal,
     Chunked,
@@ -356,10 +358,13 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {
     FIRST_TOKENS: "a sliding window that ends with each sequence, and the sequence's first tokens",
+    LOCAL_WINDOW: "keys that a query sees beside those of its list, such as a window",
     "offset": "mask offset (absolute query positions)",
 }
 """Features of masks, by name, with their descriptions."""
-OPT_IN = frozenset((FIRST_TOKENS, *(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature))
+OPT_IN = frozenset(
+    (FIRST_TOKENS, LOCAL_WINDOW, *(kind.features[-1] for kind in KINDS if kind.type.refusal), Placed.feature)
+)
 """Features of masks that an implementation supports only if it declares them."""
 
 
@@ -399,6 +404,8 @@ def list_mask_features(spec: str) -> list[str]:
             found.append(FIRST_TOKENS)
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
+    if "_or_" in spec and Listed.feature in found:
+        found.append(LOCAL_WINDOW)
     if split_ends(spec)[1]:
         found += ["lengths", Placed.feature]
     return list(dict.fromkeys(found))

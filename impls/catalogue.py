@@ -33,7 +33,14 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "auto_block_flash",
     ),
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
-    "impls.listed": ("listed", "listed_packed", "listed_latent", "listed_paged", "listed_latent_pages"),
+    "impls.listed": (
+        "listed",
+        "listed_packed",
+        "listed_latent",
+        "listed_paged",
+        "listed_latent_pages",
+        "listed_paged_update",
+    ),
     "impls.moba": ("moba", "moba_tpu", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu", "ragged_gpu_mosaic"),
     "impls.paged": (

@@ -14,7 +14,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "mask": (
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "indices", "lightning", "own_window", "tree", "placed"),
-        *("first_tokens", "offset", "segment_ids"),
+        *("first_tokens", "local_window", "offset", "segment_ids"),
     ),
     "operands": (*(operand.name for operand in REMOVABLE if operand.name != "segment_ids"), "captures", "dropout"),
     "shape": ("v_head_dim", "unequal_lengths"),
@@ -26,7 +26,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
-    "results": ("forward", "residuals", "primal", "parts", "ensemble", "algorithm"),
+    "results": ("forward", "residuals", "primal", "parts", "index_scores", "ensemble", "algorithm"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation", "tangents"),
     "what must not matter": ("poison", "independence", "batch_invariance", "aliasing"),
     "laws": ("linearity", "invariance", "limits", "dropout"),

@@ -12,7 +12,8 @@ can cut the mask down to some of the queries or keys, and says which fields JAX 
 position: `offset = S - T` aligns the last query with the last key.
 """
 
-from cases.masks.mask_base import *  # noqa: F403  each module lists what it offers, in `__all__`
+from cases.masks.list_parts import *  # noqa: F403  each module lists what it offers, in `__all__`
+from cases.masks.mask_base import *  # noqa: F403  likewise
 from cases.masks.mask_formulas import *  # noqa: F403  likewise
 from cases.masks.mask_functions import *  # noqa: F403  likewise
 from cases.masks.mask_numbers import *  # noqa: F403  likewise

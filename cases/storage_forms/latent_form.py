@@ -44,7 +44,7 @@ LATENT = StorageForm(
     draw_layout=None,
     operands=("q", "latent"),
     parameters=(
-        *("causal", "window", "mask", "indices", "value_dim"),
+        *("causal", "window", "mask", "indices", "local_window", "value_dim"),
         *(operand.name for operand in REMOVABLE if not operand.opt_in),
         "save_residuals",
     ),

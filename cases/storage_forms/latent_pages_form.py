@@ -25,7 +25,10 @@ LATENT_PAGES = StorageForm(
     describe_layout=paged_form.describe_layout,
     operands=("q", "latent_pages"),
     tables=paged_form.TABLES,
-    parameters=(*paged_form.TABLES, "value_dim", "causal", "window", "indices", *STORED_OPERANDS, "save_residuals"),
+    parameters=(
+        *(*paged_form.TABLES, "value_dim", "causal", "window", "indices", "local_window"),
+        *(*STORED_OPERANDS, "save_residuals"),
+    ),
     required={**paged_form.REQUIRED, **latent_form.REQUIRED},
     noun="latents in pages",
     arrange=lambda arrays: {"latent_pages": arrays["k"][..., 0, :]},

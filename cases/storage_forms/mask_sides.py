@@ -7,8 +7,6 @@ The sides say how far a query sees to the left and right of its own position. St
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 
 import numpy as np
 
@@ -19,7 +17,6 @@ from cases.masks import (
     Dense,
     Full,
     Lengths,
-    Listed,
     Mask,
     Or,
     OwnWindow,
@@ -30,6 +27,7 @@ from cases.masks import (
     Window,
     iter_leaves,
     list_conjuncts,
+    split_lists,
 )
 
 
@@ -61,13 +59,20 @@ def find_first_tokens(mask: Mask) -> int:
     return max((part.first for part in list_conjuncts(mask) if isinstance(part, OwnWindow)), default=0)
 
 
-def split_lists(mask: Mask) -> tuple[Mask, Listed | None]:
-    """Split a mask into the rest and its lists of keys; None if it has none beside the rest."""
-    parts = list(list_conjuncts(mask))
-    lists = next((part for part in parts if isinstance(part, Listed)), None)
-    if lists is None:
-        return mask, None
-    return functools.reduce(operator.and_, (part for part in parts if part is not lists), Full()), lists
+def remove_lists(mask: Mask) -> Mask:
+    """Return the part of `mask` beside its lists of keys and a local window; the mask itself if it has no lists."""
+    parts = split_lists(mask)
+    return mask if parts is None else parts.rest
+
+
+def find_local_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
+    """Return the sides of the window beside the lists of `mask`; None if it has none, or one without sides."""
+    parts = split_lists(mask)
+    if parts is None or parts.local is None:
+        return None
+    lengths = (part for part in list_conjuncts(parts.rest) if isinstance(part, Lengths))
+    sides = find_sides(next(lengths, Full()) & parts.local, q_length, kv_length)
+    return None if sides is None or sides.first else sides
 
 
 def find_lists(mask: Mask, kv_lengths: tuple[int, ...]) -> np.ndarray | None:
@@ -75,9 +80,10 @@ def find_lists(mask: Mask, kv_lengths: tuple[int, ...]) -> np.ndarray | None:
 
     Entries beyond the keys of their sequence, of which there are `kv_lengths`, become -1: memory holds no such key.
     """
-    _, lists = split_lists(mask)
-    if lists is None:
+    parts = split_lists(mask)
+    if parts is None:
         return None
+    lists = parts.lists
     return np.where(lists.indices < np.array(kv_lengths, np.int32)[:, None, None], lists.indices, np.int32(-1))
 
 
@@ -87,7 +93,7 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
     In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
     axes `T` and `S` therefore has sides only if all sequences have the same length. Lists of keys have no sides.
     """
-    parts = list_conjuncts(split_lists(mask)[0])
+    parts = list_conjuncts(remove_lists(mask))
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
     found = Sides()
     for part in parts:
@@ -136,9 +142,9 @@ def _read_window(mask: OwnWindow | Placed) -> Sides | None:
 def is_placed(mask: Mask, q_length: int, kv_length: int) -> bool:
     """Return whether `mask` is arrays, lengths, and formulas that put each sequence's last query at its last key.
 
-    Lists of keys may stand beside these.
+    Lists of keys may stand beside these, with or without a local window.
     """
-    mask, _ = split_lists(mask)
+    mask = remove_lists(mask)
     lengths = next((part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)), None)
     return all(
         _stands_at_end(leaf, lengths, q_length, kv_length)

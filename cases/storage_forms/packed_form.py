@@ -77,7 +77,8 @@ PACKED = StorageForm(
     describe_layout=lambda storage: f"{len(storage.held)} packed keys",
     tables=TABLES,
     parameters=(
-        *(*TABLES, "causal", "window", "indices", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
+        *(*TABLES, "causal", "window", "indices", "local_window", *MASK_PARAMETERS),
+        *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
     required={
         "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",

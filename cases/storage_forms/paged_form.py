@@ -181,8 +181,8 @@ PAGED = StorageForm(
     describe_layout=describe_layout,
     tables=TABLES,
     parameters=(
-        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window", "indices", *MASK_PARAMETERS),
-        *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
+        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window"),
+        *("indices", "local_window", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
     required=REQUIRED,
     marks=("page_indices",),

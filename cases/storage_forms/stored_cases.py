@@ -13,7 +13,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Mask, MaskFunction, Tree, iter_leaves
+from cases.masks import LOCAL_WINDOW, Mask, MaskFunction, Tree, iter_leaves, split_lists
 from cases.operand_registry import OPTIONAL
 from cases.quantization import PAGES_HOLD, WRITTEN_CACHES
 from cases.storage_forms.form_cases import load_form_cases
@@ -22,11 +22,12 @@ from cases.storage_forms.mask_sides import (
     Sides,
     find_kv_lengths,
     find_lists,
+    find_local_sides,
     find_sides,
     is_placed,
     read_formula,
+    remove_lists,
     sees_no_later_key,
-    split_lists,
 )
 from cases.storage_forms.page_writes import find_write_refusal
 from cases.storage_forms.storage_form import FIRST_PARAMETER
@@ -47,7 +48,7 @@ def lower_stored_mask(
     A mask with sides becomes `causal` or `window`, which count keys from each query's own position. Any other becomes
     `mask_mod`, a formula of the query's position in its sequence, or booleans. A call that reads a cache is causal
     unless it gets `causal=False`. A cache that keeps the first tokens gets their number as `num_sink_tokens`. Lists of
-    keys become `indices`.
+    keys become `indices`, and a window beside them `local_window`.
 
     Args:
       parameters: the parameters that the call has; None for a call that takes whatever there is.
@@ -62,8 +63,10 @@ def lower_stored_mask(
     """
     del num_q_heads
     arrays: dict[str, np.ndarray] = {}
+    parts = split_lists(mask)
+    near = find_local_sides(mask, q_length, kv_length)
     if (lists := find_lists(mask, find_kv_lengths(mask, batch, kv_length))) is not None:
-        arrays["indices"], mask = lists, split_lists(mask)[0]
+        arrays["indices"], mask = lists, remove_lists(mask)
     described, sides = FORMS[form], find_sides(mask, q_length, kv_length)
     if sides is not None and sides.first and FIRST_PARAMETER not in described.parameters:
         sides = None  # the window alone would leave the first tokens out
@@ -77,6 +80,10 @@ def lower_stored_mask(
     if arrays and not ("indices" in described.parameters and takes("indices")):
         raise NotImplementedError("indices: the function has no parameter 'indices'")
     static: dict[str, Hashable] = {}
+    if parts is not None and parts.local is not None:
+        if near is None or not takes(LOCAL_WINDOW):
+            raise NotImplementedError(f"{LOCAL_WINDOW}: the function has no parameter {LOCAL_WINDOW!r}")
+        static[LOCAL_WINDOW] = (near.left, near.right)
     if described.is_cache:
         if not is_causal and not takes("causal"):
             raise NotImplementedError("causal: the function has no parameter 'causal', which would be False")
@@ -89,7 +96,7 @@ def lower_stored_mask(
     if sides == Sides() or (described.is_cache and sides == Sides(None, 0)):
         return static, arrays
     if sides == Sides(None, 0) and takes("causal"):
-        return {"causal": True}, arrays
+        return {**static, "causal": True}, arrays
     if sides is not None and takes("window"):
         return {**static, "window": (sides.left, sides.right)}, arrays
     if not described.takes_masks:
@@ -131,8 +138,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
     if case.kv_cache is not None and writes != (case.kv_cache in WRITTEN_CACHES):
         return f"kv_scales: {case.kv_cache} is for calls that {'read' if writes else 'write'} pages"
-    if "indices" in case.features and (writes or "indices" not in described.parameters):
-        return f"indices: no {form} call {'that writes pages ' if writes else ''}has lists of keys"
+    if "indices" in case.features and "indices" not in described.parameters:
+        return f"indices: no {form} call has lists of keys"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):

@@ -27,8 +27,9 @@ from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.indexer_cases import build_indexer_models
-from cases.list_model import build_list_models
+from cases.list_model import build_list_models, build_union_model
 from cases.long_sequence_cases import select_long_sequence_cases, select_wide_cases
+from cases.masks import LOCAL_WINDOW
 from cases.operand_model import build_capture_model, build_operand_model
 from cases.operand_registry import WITH_OWN_CASES
 from cases.regressions import REGRESSIONS
@@ -60,19 +61,21 @@ class ImplementationGrids:
     def operand_grids(self) -> tuple[Grid, ...]:
         """The grids of the operands that have their own cases and that the implementation offers.
 
-        Then those of functions that capture arrays, of masks and operands over stored sequences, and of lists of keys
-        that a call need not have.
+        Then those of functions that capture arrays, of masks and operands over stored sequences, of lists of keys that
+        a call need not have, and of windows beside lists.
         """
-        offers = self.implementation.offers
+        offers, writes_pages = self.implementation.offers, self.implementation.writes_pages
         if self.implementation.storage is None:
             models = [build_operand_model(operand) for operand in WITH_OWN_CASES if operand.name in offers]
             if offers.issuperset({"captures", "score_mod"}):
                 models.append(build_capture_model())
         else:
             find = load_form_cases(self.implementation.storage).find_further_models
-            models = list(find(self.implementation.writes_pages, offers) if find else ())
+            models = list(find(writes_pages, offers) if find else ())
         if "indices" in offers and not needs_lists(self.implementation):
-            models.append(build_list_models(self.implementation.storage)[0])
+            models.append(build_list_models(self.implementation.storage, writes_pages=writes_pages)[0])
+        if LOCAL_WINDOW in offers:
+            models.append(build_union_model(self.implementation.storage, writes_pages=writes_pages))
         return tuple(build_grid(self.level, self.seed, self.implementation.supports, model) for model in models)
 
     @property
@@ -104,7 +107,7 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
     if "lightning" in implementation.offers:
         return build_indexer_models()
     if needs_lists(implementation):
-        return build_list_models(implementation.storage)
+        return build_list_models(implementation.storage, writes_pages=implementation.writes_pages)
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     cases = load_form_cases(implementation.storage)
@@ -241,6 +244,22 @@ def _list_tangent_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(case for case in found if _trains(case)))
 
 
+def _list_index_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List a small case of an indexer for each dtype, causal and not; none for other implementations.
+
+    Where there are such cases, it has several heads, lists of several keys, and keys that several lists name.
+    """
+    if "lightning" not in grids.implementation.offers:
+        return ()
+
+    def rate(case: Case) -> tuple[bool, bool, bool, int]:
+        is_single = case.mask.startswith("lightning-1-") or case.mask == "lightning-1"
+        return case.q_length < 24, case.num_q_heads == 1, is_single, case.q_length * case.kv_length
+
+    ordered = sorted(grids.grid.cases, key=rate, reverse=True)
+    return tuple({(case.dtype, "causal" in case.mask): case for case in ordered}.values())
+
+
 def _trains(case: Case) -> bool:
     """Return whether the case is of training."""
     return case.phase == "train"
@@ -307,6 +326,12 @@ DROPPED = Scope(
     cases=lambda grids: select_dropout_cases(grids.level, grids.seed, grids.implementation.supports),
     contains=lambda grids, case: case.dropout_rate is not None,
 )
+INDEXED = _build_scope(
+    "indexed",
+    "for indexers: a small case of each dtype, causal and not",
+    _list_index_cases,
+    accepts_any_case=lambda implementation: "lightning" in implementation.offers,
+)
 ENSEMBLE = _build_scope(
     "ensemble",
     "plain, long cases in bf16 and f16, and cases whose values make one rounding stand out: causal, biased, decoding, "
@@ -370,6 +395,6 @@ TANGENT = _build_scope(
 
 SCOPES = (
     *(GRID, FIRST, SEARCHED, EXACT, TANGENT, COMBINED, BASE, DECODED, BATCHED),
-    *(FRONT, DROPPED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
+    *(FRONT, DROPPED, INDEXED, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE),
 )
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.lightning_mask import Lightning
-from cases.masks import Full, Listed, Mask, OwnWindow, list_conjuncts
+from cases.masks import Full, Listed, Mask, OwnWindow, iter_leaves, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
@@ -57,7 +57,7 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 def _allow_all(problem: Problem) -> Mask:
     """Return a mask that allows all pairs: lists of all keys, if the problem has lists, for calls that need some."""
-    if not any(isinstance(part, Listed) for part in list_conjuncts(problem.mask)):
+    if not any(isinstance(part, Listed) for part in iter_leaves(problem.mask)):
         return Full()
     batch, q_length, kv_length = *problem.q.shape[:2], problem.k.shape[1]
     return Listed(np.tile(np.arange(kv_length, dtype=np.int32), (batch, q_length, 1)))

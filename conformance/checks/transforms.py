@@ -15,7 +15,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.counter_rng import draw_normal
-from cases.masks import Dense, Listed, Mask, list_conjuncts
+from cases.masks import Dense, Listed, Mask, iter_leaves, replace_lists
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import GRADIENT_OF, LOGIT_OPERANDS, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.operand_values import Problem, draw_problem
@@ -155,11 +155,9 @@ def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 def _roll_lists(mask: Mask) -> Mask | None:
     """Return a mask in which each query has the list of the one before; None if the mask has no lists of keys."""
-    parts = list_conjuncts(mask)
-    if not any(isinstance(part, Listed) for part in parts):
+    if not any(isinstance(leaf, Listed) for leaf in iter_leaves(mask)):
         return None
-    moved = (Listed(np.roll(part.indices, 1, axis=1)) if isinstance(part, Listed) else part for part in parts)
-    return functools.reduce(lambda one, other: one & other, moved)
+    return replace_lists(mask, lambda lists: Listed(np.roll(lists.indices, 1, axis=1)))
 
 
 def _check_call(how: Callable[..., np.ndarray], pair: ProblemPair) -> Iterator[Judgement]:

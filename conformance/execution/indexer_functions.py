@@ -1,7 +1,8 @@
 """Judge a lightning indexer, a function `(q, k, weights, *, top_k, causal=False) -> indices`, as attention.
 
 The indexer's lists become the mask of attention, whose `out` then shows which keys were chosen. A list that is no list
-of distinct places, padded with -1, makes `out` NaN.
+of distinct places, padded with -1, makes `out` NaN. An indexer with a parameter `return_scores` returns
+`(indices, scores)` with it, and the check `index_scores` judges these.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def build_indexer(function: Callable[..., Any], name: str, signature: inspect.Si
 
     return Implementation(
         name=name,
-        call=_IndexerCall(function),
+        call=IndexerCall(function, "return_scores" in signature.parameters),
         description=(inspect.getdoc(function) or "").split("\n")[0],
         offers=frozenset({"lightning"}),
         unsupported={
@@ -64,10 +65,11 @@ def _lower_mask(
 
 
 @dataclasses.dataclass(frozen=True)
-class _IndexerCall:
+class IndexerCall:
     """Attention to the keys that an indexer lists."""
 
     function: Callable[..., Any]
+    returns_scores: bool  # whether the function has a parameter `return_scores`
 
     def __call__(self, q: Any, k: Any, v: Any, *, top_k: int, causal: bool, **others: Any) -> Any:
         """Return `out [B, T, N, V]` of attention to the listed keys, NaN where a list is wrong.
@@ -82,11 +84,7 @@ class _IndexerCall:
             raise NotImplementedError(f"{given[0]}: an indexer has no such operand")
         weights, own, keys = split_indexer_operands(q, k)
         options = {"causal": True} if causal else {}
-        indices = self.function(own, keys, weights, top_k=top_k, **options)
-        shape = (*q.shape[:2], top_k)
-        if getattr(indices, "shape", None) != shape or not jnp.issubdtype(indices.dtype, jnp.signedinteger):
-            got = f"{getattr(indices, 'dtype', type(indices).__name__)} {list(getattr(indices, 'shape', ()))}"
-            raise kernel_errors.WrongReturn(f"an indexer must return signed integers {list(shape)}, got {got}")
+        indices = _check_lists(self.function(own, keys, weights, top_k=top_k, **options), q, top_k)
         kv_length = k.shape[1]
         named = (indices[..., None] == jnp.arange(kv_length)).sum(axis=2)  # how often each key is listed, [B, T, S]
         is_wrong = (named > 1).any(axis=-1) | ((indices < -1) | (indices >= kv_length)).any(axis=-1)
@@ -101,3 +99,36 @@ class _IndexerCall:
         p = p / jnp.where(total == 0, 1, total)
         out = jnp.einsum("bnts,bsv->btnv", p, v[:, :, 0], precision="highest")
         return jnp.where(is_wrong[..., None, None], jnp.nan, out).astype(q.dtype)
+
+    def score(self, q: Any, k: Any, weights: Any, *, top_k: int, causal: bool) -> tuple[Any, Any]:
+        """Call the indexer with `return_scores=True`, and return lists and scores, `[B, T, top_k]` each.
+
+        Raises:
+          WrongReturn: the function does not return integers and f32 numbers of this shape.
+        """
+        options = {"causal": True} if causal else {}
+        returned = self.function(q, k, weights, top_k=top_k, return_scores=True, **options)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise kernel_errors.WrongReturn(
+                f"an indexer must return (indices, scores) with return_scores, got {type(returned).__name__}"
+            )
+        indices, scores = _check_lists(returned[0], q, top_k), returned[1]
+        if getattr(scores, "shape", None) != indices.shape or str(scores.dtype) != "float32":
+            raise kernel_errors.WrongReturn(f"scores must be float32 {list(indices.shape)}, got {_describe(scores)}")
+        return indices, scores
+
+
+def _check_lists(indices: Any, q: Any, top_k: int) -> Any:
+    """Return the lists of an indexer; raise `WrongReturn` unless they are integers `[B, T, top_k]`."""
+    import jax.numpy as jnp  # imported late, since plain functions are also read without JAX
+
+    shape = (*q.shape[:2], top_k)
+    if getattr(indices, "shape", None) != shape or not jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        raise kernel_errors.WrongReturn(
+            f"an indexer must return signed integers {list(shape)}, got {_describe(indices)}"
+        )
+    return indices
+
+
+def _describe(x: Any) -> str:
+    return f"{getattr(x, 'dtype', type(x).__name__)} {list(getattr(x, 'shape', ()))}"

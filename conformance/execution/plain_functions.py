@@ -2,10 +2,10 @@
 
 The features of a plain function are read from its signature, and its residuals from one trace. A missing parameter is a
 feature that the function does not support. docs/reference/plain-functions.md lists the parameters. A mask is passed in
-up to seven of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
-`kv_lengths`, `indices` and `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest. Without a
-parameter `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other parameters
-(`cases.storage_forms`).
+up to eight of them (`plain_support`), as far as the function has them: `causal` and `window` for these conjuncts,
+`kv_lengths`, `indices` and `local_window`, `moba`, `mask_mod` for other formulas of indices, and `mask` for the rest.
+Without a parameter `soft_cap`, the soft cap is part of `score_mod`. A function that takes stored operands has other
+parameters (`cases.storage_forms`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from cases.case import OPT_IN, Case
-from cases.masks import FIRST_TOKENS
+from cases.masks import FIRST_TOKENS, LOCAL_WINDOW
 from cases.masks.mask_functions import MaskFunction
 from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import FURTHER_RESULTS, GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -51,7 +51,7 @@ from impls.contract.declarations import (
 from impls.contract.implementation import Implementation
 
 # Parameters for masks that `**options` does not stand for.
-_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", "moba")
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "indices", LOCAL_WINDOW, "moba")
 _FUNCTIONS = ("mask_mod", "score_mod")  # parameters that are functions of places
 # Parameters of dropout. A function has the rate and one of the others, or none of them.
 _DROPOUT = ("dropout_rate", "dropout_key", "dropout_mask")
@@ -98,6 +98,8 @@ def build_implementation(
         parameters -= {*_DROPOUT}  # one without the other drops nothing
     if "q_scale" not in parameters:  # the dtype of `out` follows from that of q
         parameters -= {"out_dtype"}
+    if "indices" not in parameters:
+        parameters -= {LOCAL_WINDOW}
     others = _list_others(signature, len(operands), parameters)
     captures = declaration.captures
     if captures and form is not None:
@@ -192,7 +194,7 @@ def build_implementation(
             **(declaration.unsupported or {}),
         },
         offers=OPT_IN.intersection(has)
-        | (parameters & {"moba", "indices"})
+        | (parameters & {"moba", "indices", LOCAL_WINDOW})
         | ({"dropout"} if "dropout_rate" in parameters else set())
         | ({"captures"} if captures else set())
         | ({FIRST_TOKENS} if FIRST_PARAMETER in parameters else set())

@@ -54,8 +54,8 @@ def find_write_form(signature: inspect.Signature, form: StorageForm | None) -> W
 
 
 def list_writer_options(signature: inspect.Signature, form: StorageForm, made: WriteForm) -> tuple[str, ...]:
-    """Return the keywords that a function that writes pages may have; lists of keys are not among them."""
-    unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features} | {"indices"}
+    """Return the keywords that a function that writes pages may have."""
+    unwritten = {name for pair in form.scales for name in pair.names if not pair.written_features}
     read = (name for name in form.parameters if name not in unwritten)
     first = list(signature.parameters)[:3] if made is _PAGED else ()
     return (*read, UPDATE, *(name for name in made.operands if name not in first))

@@ -13,7 +13,19 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Causal, Full, Lengths, Listed, Mask, MaskFunction, Window, has_formula, list_conjuncts
+from cases.masks import (
+    LOCAL_WINDOW,
+    Causal,
+    Full,
+    Lengths,
+    Listed,
+    Mask,
+    MaskFunction,
+    Window,
+    has_formula,
+    list_conjuncts,
+    split_lists,
+)
 from cases.moba_mask import Moba, depends_on_data
 from cases.parameter_names import find_operand
 from cases.storage_forms.form_registry import FORMS
@@ -65,11 +77,13 @@ class PlainSupport:
         if case.q_length % self.multiple or case.kv_length % self.multiple:
             return f"lengths {case.q_length} and {case.kv_length}: no multiples of {self.multiple}, for the devices"
         is_chosen = "moba" in case.features
-        if case.mask == "full" or ("mask" in self.parameters and not is_chosen):
+        if case.mask == "full" or ("mask" in self.parameters and not is_chosen and not self.lists):
             return None
         mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
         first = _compute_offset(self.causal, case.q_length, case.kv_length)
-        _, _, left = _split_mask(mask, self.parameters, first)
+        _, arrays, left = _split_mask(mask, self.parameters, first)
+        if self.lists and "indices" not in arrays:
+            return "local_window: the function needs lists of keys, and takes no such keys beside them"
         if left is None or ("mask" in self.parameters and not depends_on_data(left)):
             return None
         if is_chosen:
@@ -114,7 +128,8 @@ def _split_mask(
     """Split a mask into arguments for a function with these parameters, and the rest of the mask.
 
     A mask is a conjunction. A conjunct becomes an argument if the function has the parameter for it: `causal`,
-    `window`, `kv_lengths` for lengths, `indices` for lists of keys, `moba`, or `mask_mod` for a formula of indices.
+    `window`, `kv_lengths` for lengths, `indices` for lists of keys, `moba`, or `mask_mod` for a formula of indices. A
+    window beside the lists becomes `local_window`.
     `first` is the index of the key that is aligned with the first query.
 
     Returns:
@@ -125,6 +140,10 @@ def _split_mask(
     arrays: dict[str, np.ndarray] = {}
     functions: Mask | None = None
     left: Mask | None = None
+    found = split_lists(mask)
+    local = found.local if found is not None and parameters.issuperset({"indices", LOCAL_WINDOW}) else None
+    if found is not None and isinstance(local, Window) and local.offset == first:
+        static[LOCAL_WINDOW], mask = (local.left, local.right), found.rest & found.lists
     for part in list_conjuncts(mask):
         if isinstance(part, Full):
             continue

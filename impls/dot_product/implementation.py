@@ -30,7 +30,9 @@ def build_implementation(name: str, **options: Any) -> Implementation:
         call=functools.partial(attention, **options),
         description=", ".join(["plain dot-product attention, any backend", *changed]),
         arithmetic=Arithmetic(logits="input" if rounds_logits else "f32", probabilities="input"),
-        offers=frozenset({"alibi_slopes", "score_mod", "captures", "logit_scale", "dropout", "indices"}),
+        offers=frozenset(
+            {"alibi_slopes", "score_mod", "captures", "logit_scale", "dropout", "indices", "local_window"}
+        ),
         dropout_mask="places",
         further_results=frozenset(chosen["further_results"]),
         supports_case=_refuse_large_logits if rounds_logits else None,

@@ -5,7 +5,12 @@ All calls end in one kernel over rows (`impls.listed.listed_rows`).
 
 from impls.listed.attention import attention, latent_attention
 from impls.listed.implementation import IMPLEMENTATIONS
-from impls.listed.stored_lists import latent_pages_attention, packed_attention, paged_attention
+from impls.listed.stored_lists import (
+    latent_pages_attention,
+    packed_attention,
+    paged_attention,
+    paged_attention_with_update,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -14,4 +19,5 @@ __all__ = [
     "latent_pages_attention",
     "packed_attention",
     "paged_attention",
+    "paged_attention_with_update",
 ]

@@ -6,9 +6,22 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
-from cases.masks import Full, Listed, Mask, MaskFunction, has_formula, list_conjuncts
+from cases.masks import (
+    HeadWindow,
+    Listed,
+    ListParts,
+    Mask,
+    MaskFunction,
+    OwnWindow,
+    VaryingWindow,
+    Window,
+    has_formula,
+    iter_leaves,
+    list_conjuncts,
+    split_lists,
+)
 from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.listed.listed_rows import Operands, RowsPlan, attend_rows
@@ -42,12 +55,14 @@ def attention(
 
     Args:
       mask: a `cases.masks.Listed`, whose array may be traced, joined by `&` with any masks that are formulas of
-        positions. A query attends to the listed keys that these allow.
+        positions and the same for all heads. A query attends to the listed keys that these allow. A window with two
+        sides may be joined with the lists by `|`: a query then attends to its keys too, to each key once.
       block: queries that gather their keys together.
 
     Raises:
       ValueError: an operand, the mask or an option is invalid; the message names it.
-      NotImplementedError: there is a bias, or the mask has no list of keys, or a part that is an array.
+      NotImplementedError: there is a bias, or the mask has no list of keys, or a part that is an array or differs by
+        head.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     if bias is not None:
@@ -55,9 +70,10 @@ def attention(
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], offers=("indices", "own_window"))
     if block < 1:
         raise ValueError(f"block must be positive, got {block}")
-    lists, allows = split_lists(mask)
+    parts = split_mask(mask)
     options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "scale": scale}
-    found = _attend(q, k, v, indices=lists.indices, allows=allows, block=block, **options)
+    allows = MaskFunction(parts.rest)
+    found = _attend(q, k, v, indices=parts.lists.indices, allows=allows, local=parts.local, block=block, **options)
     return (found[0], {"logsumexp": found[1], "max_logits": found[2]}) if save_residuals else found[0]
 
 
@@ -69,6 +85,7 @@ def _attend(
     *,
     indices: Any,
     allows: MaskFunction,
+    local: Any,
     segment_ids: Any,
     soft_cap: float | None,
     sinks: Any,
@@ -80,7 +97,11 @@ def _attend(
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     b, i = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(q_length, dtype=jnp.int32)[:, None]
-    sees = (indices >= 0) & allows(b, 0, i, indices)
+    if local is not None:
+        first = jnp.asarray(local.positions)[:, None, None] if isinstance(local, OwnWindow) else local.offset
+        indices = add_local_window(indices, first + i, (local.left, getattr(local, "right", 0)))
+        indices = jnp.where(indices < kv_length, indices, -1)
+    sees = (indices >= 0) & allows(b, 0, i, indices)  # all heads are as head 0: `split_mask` has refused others
     if segment_ids is not None:
         q_ids, kv_ids = map(jnp.asarray, segment_ids)
         sees &= kv_ids[b, jnp.maximum(indices, 0)] == q_ids[..., None]
@@ -98,24 +119,45 @@ def _attend(
     return found.out.reshape(batch, q_length, num_q_heads, -1), logsumexp, max_logits
 
 
-def split_lists(mask: Mask) -> tuple[Listed, MaskFunction]:
-    """Split a mask into lists of keys and a function of places.
+def split_mask(mask: Mask) -> ListParts:
+    """Split a mask into lists of keys, formulas of places beside them, and a local window.
 
     Raises:
-      NotImplementedError: the mask has no list of keys or several, or a part that is an array.
+      NotImplementedError: the mask is of another form, has several lists, or has a part that is an array or differs by
+        head.
     """
-    parts = list_conjuncts(mask)
-    lists = [part for part in parts if isinstance(part, Listed)]
-    others = [part for part in parts if not isinstance(part, Listed)]
-    if len(lists) != 1:
+    parts = split_lists(mask)
+    if parts is None or sum(isinstance(leaf, Listed) for leaf in iter_leaves(mask)) != 1:
         raise NotImplementedError("indices: this implementation takes a mask with one Listed, joined by & with others")
-    wrong = next((part for part in others if not has_formula(part)), None)
+    wrong = next((part for part in list_conjuncts(parts.rest) if not has_formula(part)), None)
     if wrong is not None:
         raise NotImplementedError(f"{wrong.features[0]}: this implementation joins lists with formulas of places only")
-    rest: Mask = Full()
-    for part in others:
-        rest &= part
-    return lists[0], MaskFunction(rest)
+    if any(isinstance(leaf, HeadWindow | VaryingWindow) for leaf in iter_leaves(parts.rest)):
+        raise NotImplementedError("dense_head: this implementation joins lists with masks that all heads share")
+    if parts.local is not None and not _is_closed(parts.local):
+        raise NotImplementedError("local_window: this implementation joins lists with a window of two sides")
+    return parts
+
+
+def _is_closed(local: Mask) -> bool:
+    """Return whether a window has two sides, and no first tokens besides."""
+    if isinstance(local, Window):
+        return local.left is not None and local.right is not None
+    return isinstance(local, OwnWindow) and local.left is not None and not local.first
+
+
+def add_local_window(
+    lists: Int32[Array, "*rows e"], position: Int32[Array, "*rows 1"], sides: tuple[int, int]
+) -> Int32[Array, "*rows e+w"]:
+    """Add the keys of a window to lists, whose own entries in the window become -1, so that each key occurs once.
+
+    Places before the first key become -1. Places past the last key are left in.
+    """
+    left, right = sides
+    is_within = (lists >= position - left) & (lists <= position + right)
+    near = jnp.maximum(position + jnp.arange(-left, right + 1, dtype=jnp.int32), -1)
+    near = jnp.broadcast_to(near, (*lists.shape[:-1], near.shape[-1]))
+    return jnp.concatenate([jnp.where(is_within, -1, lists), near], axis=-1)
 
 
 def latent_attention(

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from impls.contract.implementation import FLOATS
-from impls.listed.attention import BLOCK
+from impls.listed.attention import BLOCK, add_local_window
 from impls.listed.listed_rows import Operands, RowsPlan, attend_rows
 from impls.packed_sequences import Side, build_tables, check_packed_operands, resolve_window
 from impls.paged.attention import check_options, check_paged_operands, check_tables
+from impls.paged.paged_update import write_tokens
 
 
 class _Places(NamedTuple):
@@ -38,6 +39,7 @@ def packed_attention(
     num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
+    local_window: tuple[int, int] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
@@ -46,7 +48,8 @@ def packed_attention(
 ) -> Any:
     """Attend from packed queries to listed keys of their own sequences, with gradients.
 
-    The operands and results are those of packed calls in the contract (docs/contract.md, section 8).
+    The operands and results are those of packed calls in the contract (docs/contract.md, section 8). With
+    `local_window`, queries attend to the keys of this window too (section 3, lists of keys).
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
@@ -55,7 +58,9 @@ def packed_attention(
     tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)
     _check_indices(indices, q, block)
     kv_lens = jnp.diff(tables.cu_kv_lens)
-    found = _find_places(indices, kv_lens, tables.cu_q_lens, tables.num_seqs, resolve_window(causal, window))
+    found = _find_places(
+        indices, kv_lens, tables.cu_q_lens, tables.num_seqs, resolve_window(causal, window), local_window
+    )
     rows = jnp.where(found.sees, tables.cu_kv_lens[found.sequence][:, None] + found.place, -1)
     return _attend(q, k, v, rows, sinks, scale, soft_cap, save_residuals, block)
 
@@ -71,6 +76,7 @@ def paged_attention(
     cu_q_lens: Int[Array, " max_seqs+1"],
     num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
+    local_window: tuple[int, int] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
@@ -79,7 +85,8 @@ def paged_attention(
 ) -> Any:
     """Attend causally from packed queries to listed keys in pages.
 
-    The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
+    The operands and results are those of paged calls in the contract (docs/contract.md, section 8). With
+    `local_window`, queries attend to the keys of this window too (section 3, lists of keys).
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
@@ -88,9 +95,46 @@ def paged_attention(
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     _check_indices(indices, q, block)
     tables = tuple(jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
-    rows = _locate_in_pages(indices, tables, k_pages.shape[1], window)
+    rows = _locate_in_pages(indices, tables, k_pages.shape[1], window, local_window)
     k, v = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (k_pages, v_pages))
     return _attend(q, k, v, rows, sinks, scale, soft_cap, save_residuals, block)
+
+
+def paged_attention_with_update(
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_q K H"],
+    v: Float[Array, "total_q K V"],
+    k_pages: Float[Array, "pages page_size K H"],
+    v_pages: Float[Array, "pages page_size K V"],
+    *,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    update_kv_cache: bool = True,
+    save_residuals: bool = False,
+    **options: Any,
+) -> Any:
+    """Write new keys and values into pages, then attend to listed keys, new ones too.
+
+    The operands and results are those of calls that write pages (docs/contract.md, section 8). `options` are those of
+    `paged_attention`.
+
+    Raises:
+      ValueError: an operand or an option is invalid; the message names it.
+    """
+    check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    tables: dict[str, Any] = {
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+    }
+    pools: tuple[Any, Any] = (k_pages, v_pages)
+    if update_kv_cache:
+        pools = (write_tokens("k", k, k_pages, **tables), write_tokens("v", v, v_pages, **tables))
+    found = paged_attention(q, pools[0], pools[1], **tables, save_residuals=save_residuals, **options)
+    return (*found, *pools) if save_residuals else (found, *pools)
 
 
 def latent_pages_attention(
@@ -105,6 +149,7 @@ def latent_pages_attention(
     cu_q_lens: Int[Array, " max_seqs+1"],
     num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
+    local_window: tuple[int, int] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     save_residuals: bool = False,
@@ -112,7 +157,8 @@ def latent_pages_attention(
 ) -> Any:
     """Attend causally from packed queries to listed latents in pages, which all heads share.
 
-    The operands and results are those of the contract for latents in pages (docs/contract.md, section 8).
+    The operands and results are those of the contract for latents in pages (docs/contract.md, section 8). With
+    `local_window`, queries attend to the keys of this window too (section 3, lists of keys).
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
@@ -127,13 +173,23 @@ def latent_pages_attention(
     if not (q.dtype == latent_pages.dtype and str(q.dtype) in FLOATS):
         raise ValueError(f"q and latent_pages must have one dtype of {FLOATS}, got {q.dtype} and {latent_pages.dtype}")
     tables = tuple(jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
-    rows = _locate_in_pages(indices, tables, latent_pages.shape[1], window)
+    rows = _locate_in_pages(indices, tables, latent_pages.shape[1], window, local_window)
     k = jnp.asarray(latent_pages).reshape(-1, 1, latent_pages.shape[2])
     return _attend(q, k, k[..., :value_dim], rows, sinks, scale, soft_cap, save_residuals, block)
 
 
-def _find_places(indices: Any, kv_lens: Array, cu_q_lens: Array, num_seqs: Array, sides: tuple[Side, Side]) -> _Places:
-    """Find the sequence of each query, and which entries of its list it attends to, with `sides` of a window."""
+def _find_places(
+    indices: Any,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    sides: tuple[Side, Side],
+    local_window: tuple[int, int] | None,
+) -> _Places:
+    """Find the sequence of each query, and which entries of its list it attends to, with `sides` of a window.
+
+    Keys of `local_window` are further entries.
+    """
     count, token = num_seqs[0], jnp.arange(len(indices), dtype=jnp.int32)
     exists = jnp.arange(len(kv_lens), dtype=jnp.int32) < count
     ends = jnp.where(exists, cu_q_lens[1:], cu_q_lens[count])
@@ -142,6 +198,8 @@ def _find_places(indices: Any, kv_lens: Array, cu_q_lens: Array, num_seqs: Array
     kv_len = kv_lens[sequence]
     position = (kv_len - (ends[sequence] - token))[:, None]
     place = jnp.asarray(indices, jnp.int32)
+    if local_window is not None:
+        place = add_local_window(place, position, local_window)
     sees = (place >= 0) & (place < kv_len[:, None]) & (token < cu_q_lens[count])[:, None]
     left, right = sides
     if left is not None:
@@ -151,10 +209,14 @@ def _find_places(indices: Any, kv_lens: Array, cu_q_lens: Array, num_seqs: Array
     return _Places(sequence, place, sees)
 
 
-def _locate_in_pages(indices: Any, tables: tuple[Array, ...], page_size: int, window: Any) -> Int32[Array, "R e"]:
+def _locate_in_pages(
+    indices: Any, tables: tuple[Array, ...], page_size: int, window: Any, local_window: Any
+) -> Int32[Array, "R e"]:
     """Find the row of the pool, `page * page_size + row of the page`, of each entry that is attended to; else -1."""
     kv_lens, page_indices, cu_q_lens, num_seqs = tables
-    found = _find_places(indices, kv_lens, cu_q_lens, num_seqs, (None if window is None else window[0], 0))
+    found = _find_places(
+        indices, kv_lens, cu_q_lens, num_seqs, (None if window is None else window[0], 0), local_window
+    )
     slot = jnp.where(found.sees, found.place // page_size, 0)
     page = page_indices[found.sequence[:, None], slot]
     return jnp.where(found.sees, page * page_size + found.place % page_size, -1)

@@ -180,6 +180,26 @@ def latent_attention_with_update(
     return (*found, latent_pages) if save_residuals else (found, latent_pages)
 
 
+def write_tokens(
+    name: str,
+    x: Float[Array, "total_q K D"],
+    pool: Float[Array, "pages page_size K D"],
+    *,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+) -> jax.Array:
+    """Return `pool` with the tokens of `x` in the rows that the tables say; `name` is for messages.
+
+    Raises:
+      ValueError: `x` has another shape or dtype than one token for each query.
+    """
+    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    page, row = _find_slots(len(x), pool, **{n: jnp.asarray(table, jnp.int32) for n, table in tables.items()})
+    return _write_rows(name, x, pool, page, row)
+
+
 def _find_slots(
     total: int,
     pool: jax.Array,

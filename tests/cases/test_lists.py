@@ -8,8 +8,20 @@ import pytest
 from cases import mask_spec
 from cases.case_id import parse_case_id
 from cases.covering_model import Model
-from cases.list_model import build_list_models
-from cases.masks import Listed, list_conjuncts
+from cases.list_model import build_list_models, build_union_model
+from cases.masks import (
+    Causal,
+    Full,
+    Lengths,
+    Listed,
+    ListParts,
+    Mask,
+    Or,
+    Window,
+    list_conjuncts,
+    replace_lists,
+    split_lists,
+)
 from cases.operand_values import draw_problem
 from cases.storage_forms.mask_sides import find_lists
 from conformance.execution.executor import Executor
@@ -120,3 +132,63 @@ def test_every_case_of_the_models_has_lists(form: str | None) -> None:
             case = model.assemble(model.levels(tuple(row.values())), 0)
             assert "indices" in case.features
             assert case.mask.endswith(f"listed-k{model.axes[-1].levels[count]}")
+
+
+LISTS = Listed(np.array([[[2, -1, 0], [-1, -1, -1]]], np.int32))
+NEAR = Window(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "parts"),
+    [
+        (LISTS, ListParts(Full(), LISTS, None)),
+        (Causal() & LISTS, ListParts(Causal(), LISTS, None)),
+        (LISTS | NEAR, ListParts(Full(), LISTS, NEAR)),
+        (NEAR | LISTS, ListParts(Full(), LISTS, NEAR)),
+        ((Causal() & LISTS) | NEAR, ListParts(Causal(), LISTS, NEAR)),
+        (Lengths((3,)) & (LISTS | NEAR), ListParts(Lengths((3,)), LISTS, NEAR)),
+        (
+            (Lengths((3,)) & LISTS) | (Lengths((3,)) & NEAR),
+            ListParts(Lengths((3,)), LISTS, NEAR),
+        ),
+        (Full(), None),
+        ((Lengths((3,)) & LISTS) | NEAR, None),
+        (LISTS | (Lengths((3,)) & NEAR), None),
+        ((Causal(1) & LISTS) | NEAR, None),
+        ((Causal() & LISTS) | Window(1, 1), None),
+        (LISTS | Causal(), None),
+    ],
+    ids=str,
+)
+def test_a_mask_with_lists_is_split(mask: Mask, parts: ListParts | None) -> None:
+    found = split_lists(mask)
+    assert found == parts
+    if found is not None:
+        beside = found.lists if found.local is None else Or(found.lists, found.local)
+        assert (mask.dense(2, 4) == (found.rest & beside).dense(2, 4)).all()
+
+
+def test_the_lists_of_a_union_are_replaced() -> None:
+    mask = replace_lists(Causal() & (LISTS | NEAR), lambda lists: Listed(lists.indices[:, ::-1]))
+    found = split_lists(mask)
+    assert found is not None
+    assert found.lists == Listed(LISTS.indices[:, ::-1])
+
+
+@pytest.mark.parametrize("form", [None, "packed", "paged", "latent", "latent_pages"])
+def test_every_case_of_the_union_model_has_a_window_beside_its_lists(form: str | None) -> None:
+    model = build_union_model(form)
+    for axis in range(len(model.axes)):
+        for level in range(model.sizes[axis]):
+            row = [0] * len(model.axes)
+            row[axis] = level
+            levels = model.levels(tuple(row))
+            if model.compatible(levels):
+                case = model.assemble(levels, 0)
+                assert {"indices", "local_window"} <= set(case.features)
+                mask = mask_spec.build_mask(
+                    case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed
+                )
+                parts = split_lists(mask)
+                assert parts is not None
+                assert parts.local is not None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases.case import Case
+from cases.masks import Dense, HeadWindow, Listed, Mask, VaryingWindow
 from conformance.check_api.scopes import ImplementationGrids
 from impls.contract.implementation import Implementation
 from impls.dot_product.implementation import build_implementation
+from impls.listed.attention import attention
 from impls.listed.implementation import IMPLEMENTATIONS
 from reports.records import FAIL, PASS, UNSUPPORTED
 from tests.bank import PlantedBug
@@ -83,3 +87,13 @@ def test_our_kernels_pass(spec: str) -> None:
     for implementation in (build_implementation("dot_product"), IMPLEMENTATIONS[0]):
         for check in ("forward", "gradients"):
             assert {one.verdict for one in judge(implementation, spec, check)} == {PASS}
+
+
+@pytest.mark.parametrize(
+    "mask", [HeadWindow((1, 3)), VaryingWindow(2, (0,), 2), Dense(np.ones((1, 2, 4, 4), bool))], ids=str
+)
+def test_masks_that_differ_by_head_are_refused_beside_lists(mask: Mask) -> None:
+    x = jnp.ones((1, 4, 2, 8))
+    lists = Listed(np.zeros((1, 4, 3), np.int32))
+    with pytest.raises(NotImplementedError, match=r"^(dense_head|placed):"):
+        attention(x, x, x, mask=lists & mask)

@@ -33,6 +33,7 @@ from tests.planted.features import (
     dropout,
     front,
     functions,
+    index_scores,
     logit_scale,
     merging,
     moba,
@@ -119,6 +120,7 @@ def _judge_dropout_alone(bug: PlantedBug) -> PlantedBug:
 
 # Of the bugs that one check sees, some. The tests of their checks have all of them.
 _OF_ONE_CHECK = (
+    *(bug for bug in index_scores.BUGS if bug.name == "index-scores-weights-are-constants"),
     *(bug for bug in tangents.BUGS if bug.name == "tangent-of-logsumexp-not-divided"),
     *(
         _judge_dropout_alone(bug)
