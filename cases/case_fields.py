@@ -91,8 +91,9 @@ class CallOperands:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
-    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K], [B, K] or []
     q_scale: float | None = None  # a call gets the float8_e4m3fn numbers `q / q_scale`, which are exact
+    q_descale: np.ndarray | None = None  # [B, K], in place of `q_scale`: one for each sequence and key/value head
     computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
@@ -111,7 +112,7 @@ class CallOperands:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
                 object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
-            if self.kv_scales is not None and not self.has_whole_scales:
+            if self.kv_scales is not None and self.kv_scales[0].ndim > 2:  # scales of tokens lie where their keys lie
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
         if self.score_mod is not None:  # a score depends on the position of the last query
             # Functions of places get the positions of stored queries in their sequences.

@@ -134,14 +134,17 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
             given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
             q = (q * dtype.type(2.0 ** round(math.log2(given)))).astype(dtype)
-    q_scale = None
-    if case.q_fp8:
+    q_scale, q_descale = None, None
+    if case.q_fp8 and case.kv_cache in quantization.SEQUENCE_CACHES:
+        q, q_descale = quantization.quantize_queries_by_sequence(q, case.num_kv_heads)
+    elif case.q_fp8:
         q, q_scale = quantization.quantize_queries(q)
     return Problem(
         q=q,
         k=k,
         v=v,
         q_scale=q_scale,
+        q_descale=q_descale,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
         computes_scales=case.kv_cache in quantization.COMPUTED_CACHES,
@@ -177,13 +180,17 @@ def build_hollow_problem(case: Case) -> Problem:
     tokens = (case.batch, case.kv_length, case.num_kv_heads)
     held = DTYPES[case.dtype] if case.kv_cache is None else quantization.get_stored_dtype(case.kv_cache)
     whole = quantization.has_whole_scales(case.kv_cache)
-    scales = np.ones((), np.float32) if whole else make_zeros(*tokens, dtype=np.float32)
+    by_sequence = (case.batch, case.num_kv_heads)
+    is_by_sequence = case.kv_cache in quantization.SEQUENCE_CACHES
+    shape = by_sequence if is_by_sequence else tokens
+    scales = np.ones((), np.float32) if whole else make_zeros(*shape, dtype=np.float32)
     problem = Problem(
         q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
         k=make_zeros(*tokens, case.head_dim, dtype=held),
         v=make_zeros(*tokens, case.v_head_dim, dtype=held),
         kv_scales=None if case.kv_cache is None else (scales, scales),
-        q_scale=1.0 if case.q_fp8 else None,
+        q_scale=1.0 if case.q_fp8 and not is_by_sequence else None,
+        q_descale=make_zeros(*by_sequence, dtype=np.float32) if case.q_fp8 and is_by_sequence else None,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         storage=_draw_storage(case),
         tied=_has_tied_values(case),

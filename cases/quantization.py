@@ -13,12 +13,14 @@ STORED: dict[str, np.dtype] = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 GRANULARITIES = ("token", "head")
-KV_CACHES = tuple(f"kv{kind}-{by}" for kind in STORED for by in GRANULARITIES)
+KV_CACHES = tuple(f"kv{kind}-{by}" for kind in ("int8", "int4", "fp8") for by in GRANULARITIES)
 """Quantised caches as case ids name them. `kvint8-token` has int8 numbers and a scale for each token and head."""
 PAGED_CACHES = ("kvint8-token", "kvfp8-token")
 """Quantised caches in pages with a scale for each token and head, as JAX's `paged_attention` takes them."""
 WHOLE_CACHES = ("kvint8-tensor", "kvfp8-tensor")
 """Quantised caches in pages with one scale for all keys and one for all values: JAX's `ragged_paged_attention`."""
+SEQUENCE_CACHES = ("kvint8-sequence", "kvfp8-sequence")
+"""Quantised caches in pages with a scale for each sequence and head, as FlashAttention 3 takes them (`k_descale`)."""
 GIVEN_CACHES = ("kvint8-given", "kvfp8-given")
 """Quantised caches that a call writes with one scale for all keys and one for all values, which it is given."""
 UNIT_CACHES = ("kvint8-unit", "kvfp8-unit")
@@ -27,7 +29,9 @@ COMPUTED_CACHES = ("kvint8-computed", "kvfp8-computed")
 """Quantised caches that a call writes with scales for each token and head, which it computes and writes too."""
 WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES, *COMPUTED_CACHES)
 """Quantised caches of calls that write them. `build_raw_tokens` has the numbers that such a call is given."""
-PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES)
+READ_CACHES = SEQUENCE_CACHES
+"""Further quantised caches that only calls that read pages take."""
+PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES, *READ_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 QUERIES = "/qfp8"
 """The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
@@ -86,10 +90,23 @@ def quantize_queries(q: np.ndarray) -> tuple[np.ndarray, float]:
     The scale has four significant bits, as the numbers do. So their products are exact in every dtype, except for the
     smallest ones in f16, which become zero. The scale is no power of two.
     """
+    rounded, scale = _round_queries(q, (0, 1, 2, 3))
+    return rounded, float(scale.item())
+
+
+def quantize_queries_by_sequence(q: np.ndarray, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Round queries `[B, T, N, H]` likewise, with scales `[B, K]`: one for each sequence and key/value head."""
+    grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])
+    rounded, scales = _round_queries(grouped, (1, 3, 4))
+    return rounded.reshape(q.shape), scales[:, 0, :, 0, 0].astype(np.float32)
+
+
+def _round_queries(q: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Round queries to fp8 numbers times scales that are the same along `axes`; returns both, scales with all axes."""
     exact = q.astype(np.float64)
-    peak = np.abs(exact).max()
-    scale = _Q_SIGNIFICAND * 2.0 ** np.ceil(np.log2((peak or 1.0) / (_LARGEST["fp8"] * _Q_SIGNIFICAND)))
-    return _keep_exact((exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale, q.dtype), float(scale)
+    peak = np.abs(exact).max(axis=axes, keepdims=True)
+    scale = _Q_SIGNIFICAND * 2.0 ** np.ceil(np.log2(np.where(peak == 0, 1, peak) / (_LARGEST["fp8"] * _Q_SIGNIFICAND)))
+    return _keep_exact((exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale, q.dtype), scale
 
 
 def rescale_queries(q: np.ndarray, scale: float, other: float) -> np.ndarray:
@@ -113,7 +130,8 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
     """Quantise `x [B, S, K, D]` as `cache` names it.
 
     Returns:
-      the stored numbers `[B, S, K, D]`, and f32 scales: `[B, S, K]` by token, `[1, 1, K]` by head, or `[]` by tensor.
+      the stored numbers `[B, S, K, D]`, and f32 scales: `[B, S, K]` by token, `[1, 1, K]` by head, `[B, K]` by
+      sequence, or `[]` by tensor.
     """
     kind, by = _split(cache)
     if cache in (*GIVEN_CACHES, *UNIT_CACHES):
@@ -121,14 +139,16 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
     exact = x.astype(np.float64)
     if cache in COMPUTED_CACHES:  # some tokens are zero in a head
         exact[np.arange(exact[..., 0].size).reshape(exact.shape[:3]) % _ZERO_TOKENS == _ZERO_TOKENS - 2] = 0.0
-    axes = {"token": (3,), "computed": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[by]
+    axes = {"token": (3,), "computed": (3,), "head": (0, 1, 3), "sequence": (1, 3), "tensor": (0, 1, 2, 3)}[by]
     peak = np.abs(exact).max(axis=axes, keepdims=True)
     scales = np.where(peak == 0, 1.0, peak / _LARGEST[kind]).astype(np.float32)
     scaled = exact / scales
     if kind != "fp8":
         scaled = np.rint(scaled)
     stored = np.clip(scaled, -_LARGEST[kind], _LARGEST[kind]).astype(STORED[kind])
-    return stored, scales.reshape(()) if by == "tensor" else scales[..., 0]
+    if by == "tensor":
+        return stored, scales.reshape(())
+    return stored, scales[:, 0, :, 0] if by == "sequence" else scales[..., 0]
 
 
 def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -195,8 +215,14 @@ def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, dr
 
 
 def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the stored numbers times their scales, in float64."""
-    return stored.astype(np.float64) * scales.astype(np.float64)[..., None]
+    """Return the stored numbers `[B, S, K, D]` times their scales, in float64."""
+    return stored.astype(np.float64) * spread_scales(scales)
+
+
+def spread_scales(scales: np.ndarray) -> np.ndarray:
+    """Return scales of `quantize` in float64, with axes that broadcast with stored numbers `[B, S, K, D]`."""
+    wide = scales.astype(np.float64)
+    return wide[:, None, :, None] if wide.ndim == 2 else wide[..., None]
 
 
 def compute_half_steps(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -205,7 +231,7 @@ def compute_half_steps(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
     It is half a scale for integers. For fp8 it is the scale times half the spacing of fp8 numbers just above the stored
     number.
     """
-    scale = scales.astype(np.float64)[..., None]
+    scale = spread_scales(scales)
     if stored.dtype != STORED["fp8"]:
         return np.broadcast_to(scale / 2, stored.shape)
     size = np.abs(stored.astype(np.float64))

@@ -25,6 +25,7 @@ from cases.quantization import (
     PAGED_CACHES,
     PAGES_HOLD,
     QUERIES,
+    SEQUENCE_CACHES,
     UNIT_CACHES,
     WHOLE_CACHES,
     split_level,
@@ -151,11 +152,14 @@ def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
         given = (*GIVEN_CACHES, *UNIT_CACHES) if "kv_writes_scaled" in offers else ()
         caches = (*given, *(COMPUTED_CACHES if "kv_writes_computed" in offers else ()))
     else:
-        whole = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        whole: tuple[str, ...] = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        whole += SEQUENCE_CACHES if "kv_sequence_scales" in offers else ()
         caches = (*(PAGED_CACHES if "kv_token_scales" in offers or not whole else ()), *whole)
-    if "q_fp8" not in offers:
-        return caches
-    return (*caches, *(cache + QUERIES for cache in caches if cache.startswith("kvfp8")))
+    queries = {cache: "q_descale" if cache in SEQUENCE_CACHES else "q_fp8" for cache in caches}
+    return (
+        *caches,
+        *(cache + QUERIES for cache in caches if cache.startswith("kvfp8") and queries[cache] in offers),
+    )
 
 
 # Pages of one token, pages shorter and longer than spans and chunks.
@@ -385,6 +389,7 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
 
 # What calls with queries in fp8 take, for server traces and drawn cases.
 _QUERY_CACHES = tuple(cache + QUERIES for cache in ("kvfp8-token", "kvfp8-tensor", "kvfp8-given", "kvfp8-computed"))
+_QUERY_CACHES += ("kvfp8-sequence" + QUERIES,)
 _PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 
 

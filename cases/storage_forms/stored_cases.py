@@ -128,7 +128,7 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         if not taken and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {form} call has no such operand"
     if case.kv_cache not in PAGES_HOLD:
-        return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
+        return f"kv_scales: no pages hold {case.kv_cache}"
     if case.kv_cache is not None and writes != (case.kv_cache in WRITTEN_CACHES):
         return f"kv_scales: {case.kv_cache} is for calls that {'read' if writes else 'write'} pages"
     if "indices" in case.features and (writes or "indices" not in described.parameters):

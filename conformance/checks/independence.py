@@ -209,8 +209,10 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
     """Multiply by 4 each scale that no token of the region uses.
 
-    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the region.
+    `scales` is `[B or 1, S or 1, K]` or `[B, K]`. `used [B, S, K]` marks the tokens of the region.
     """
+    if scales.ndim == 2:
+        return np.where(used.any(axis=1), scales, 4 * scales)
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
     return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 

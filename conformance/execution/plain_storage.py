@@ -21,7 +21,6 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from cases.quantization import has_whole_scales
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import WRITE_FORMS, WriteForm
@@ -129,7 +128,8 @@ def find_scale_features(parameters: Collection[str], form: StorageForm | None, *
 
 def find_required_scales(signature: inspect.Signature, form: StorageForm | None) -> tuple[str, ...]:
     """Return the scale parameters of a function that have no default: it cannot take a cache without these scales."""
-    names = [name for pair in (form.scales if form else ()) for name in pair.names] + ["q_scale"] * (form is not None)
+    names = [name for pair in (form.scales if form else ()) for name in pair.names]
+    names += ["q_scale", "q_descale"] * (form is not None)
     own = (signature.parameters[name] for name in names if name in signature.parameters)
     return tuple(p.name for p in own if p.default is p.empty)
 
@@ -140,9 +140,9 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     The function must have a parameter for the mask of the case. The case must have the scales that the function needs.
     """
     described = FORMS[form]
-    whole = has_whole_scales(case.kv_cache)
-    pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
-    given = [name for pair in pairs for name in pair.names] + ["q_scale"] * case.q_fp8
+    pairs = (pair for pair in described.scales if case.kv_cache in pair.caches)
+    of_queries = "q_descale" if "q_descale" in case.features else "q_scale"
+    given = [name for pair in pairs for name in pair.names] + [of_queries] * case.q_fp8
     if missing := [name for name in needed if name not in given]:
         return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
     if case.q_fp8 and case.dtype != "bf16" and "out_dtype" not in parameters:

@@ -211,6 +211,9 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if problem.kv_scales is not None and any((scales != 1).any() for scales in problem.kv_scales):
         k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
         yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
+    if problem.q_descale is not None:
+        factor = np.repeat(problem.q_descale, problem.q.shape[2] // problem.k.shape[2], axis=1)[:, None, :, None]
+        yield "q_descale_ignored", dataclasses.replace(problem, q=(problem.q / factor).astype(problem.q.dtype))
     if problem.q_scale is not None:
         yield "q_scale_ignored", dataclasses.replace(problem, q=(problem.q / problem.q_scale).astype(problem.q.dtype))
     for operand in REMOVABLE:

@@ -71,7 +71,7 @@ class Roundoff:
             block=arithmetic.block_sums,
             probabilities=below if arithmetic.probabilities == "input" or in_input else 0.0,
             scaled_q=(u_in if arithmetic.scaled_q and not exact_scale else 0.0)
-            + (0.0 if problem.q_scale is None else U),  # a product with the scale of queries
+            + (0.0 if problem.q_scale is None and problem.q_descale is None else U),  # their product with a scale
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
             bias=(UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U)

@@ -1,0 +1,68 @@
+"""Attention over pages that are quantised in one of several ways: the public call for plain JAX.
+
+It takes everything that `impls.paged.attention.attention` takes. It adds scales of sequences, as FlashAttention 3 has
+them (docs/contract.md, section 8).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from impls.paged.attention import SCALED_DTYPES, attention
+from impls.paged.paged_plan import PageScales
+
+
+def attend_quantized(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    k_descale: jax.Array | None = None,
+    v_descale: jax.Array | None = None,
+    q_descale: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """Compute attention over quantised pages, and return what `attention` returns.
+
+    Args:
+      q: queries `[total_q, N, H]`, in float8_e4m3fn with `q_descale`.
+      k_pages: keys `[pages, page_size, K, H]`.
+      v_pages: values `[pages, page_size, K, V]`.
+      k_descale: with `v_descale`, f32 `[max_seqs, K]`: the scale of a key is that of the sequence that reads it.
+      q_descale: f32 `[max_seqs, K]`, the scale of a sequence's queries that share a key/value head.
+
+    Raises:
+      ValueError: scales of a wrong shape or dtype; the message names them.
+    """
+    if k_descale is None and v_descale is None and q_descale is None:
+        return attention(q, k_pages, v_pages, **options)
+    _check_pages(k_pages, v_pages, SCALED_DTYPES)
+    shape = (len(options["kv_lens"]), k_pages.shape[2])
+    of_keys, of_values = (
+        _check_scales(name, x, shape) for name, x in (("k_descale", k_descale), ("v_descale", v_descale))
+    )
+    if q_descale is not None:
+        # The scale of queries multiplies the same logits, so it joins the scale of keys. Queries keep their numbers.
+        of_keys, options["q_scale"] = of_keys * _check_scales("q_descale", q_descale, shape), 1.0
+    stored = (PageScales(sequences=of_keys), PageScales(sequences=of_values))
+    return attention(q, k_pages, v_pages, stored=stored, **options)
+
+
+def _check_pages(k_pages: Any, v_pages: Any, dtypes: tuple[str, ...]) -> None:
+    if not (k_pages.dtype == v_pages.dtype and str(k_pages.dtype) in dtypes):
+        raise ValueError(
+            f"k_pages and v_pages must have one dtype of {dtypes} with these scales, got {k_pages.dtype} and "
+            f"{v_pages.dtype}"
+        )
+
+
+def _check_scales(name: str, x: Any, shape: tuple[int, ...], dtype: str = "float32") -> jax.Array:
+    """Return scales as an array. Raises `ValueError` unless they have this shape and dtype."""
+    if x is None:
+        raise ValueError(f"{name} must be given like the other scales, {dtype} {list(shape)}, got none")
+    if x.shape != shape or str(x.dtype) != dtype:
+        raise ValueError(f"{name} must be {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")
+    return jnp.asarray(x)
