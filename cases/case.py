@@ -76,6 +76,8 @@ class Case(CaseFields):
             in_pages = spec is not None and form_registry.FORMS[spec.form].scales
             if self.kv_cache in quantization.READ_CACHES and not in_pages:
                 raise ValueError(f"{self.kv_cache} is a cache in pages: the case needs such a storage")
+            if not quantization.has_whole_blocks(self.kv_cache, self.head_dim, self.v_head_dim):
+                raise ValueError(f"{self.kv_cache} has scales of whole blocks, which do not divide {self.shape}")
         except ValueError as error:
             raise CaseIdError(str(error)) from error
 
@@ -233,6 +235,8 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
     "kv_sequence_scales": "a scale of stored keys and values for each sequence and head",
+    "kv_mxfp8": "keys and values stored as mxfp8: float8_e4m3fn, with a scale for each 32 coordinates",
+    "kv_nvfp4": "keys and values stored as nvfp4: float4_e2m1fn, with a scale for each 16 coordinates and one for all",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
     "q_fp8": "queries as float8_e4m3fn, with one scale for all",

@@ -91,7 +91,8 @@ class CallOperands:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
-    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K], [B, K] or []
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K], [B, K], [] or [B, S, K, blocks]
+    kv_global_scales: tuple[float, float] | None = None  # these multiply all keys and all values too
     q_scale: float | None = None  # a call gets the float8_e4m3fn numbers `q / q_scale`, which are exact
     q_descale: np.ndarray | None = None  # [B, K], in place of `q_scale`: one for each sequence and key/value head
     computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
@@ -150,12 +151,19 @@ class CallOperands:
     @functools.cached_property
     def keys(self) -> np.ndarray:
         """The keys, dequantised, in float64."""
-        return _dequantize(self.k, None if self.kv_scales is None else self.kv_scales[0])
+        return self._dequantize(self.k, 0)
 
     @functools.cached_property
     def values(self) -> np.ndarray:
         """The values, dequantised, in float64."""
-        return _dequantize(self.v, None if self.kv_scales is None else self.kv_scales[1])
+        return self._dequantize(self.v, 1)
+
+    def _dequantize(self, stored: np.ndarray, side: int) -> np.ndarray:
+        """Return stored numbers times their scales, if they have any, in float64; `side` is 1 for values."""
+        if self.kv_scales is None:
+            return stored.astype(np.float64)
+        factor = 1.0 if self.kv_global_scales is None else self.kv_global_scales[side]
+        return quantization.dequantize(stored, self.kv_scales[side], factor)
 
     @property
     def effective_scale(self) -> float:
@@ -219,8 +227,3 @@ def _find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarr
     q_ids, kv_ids = segment_ids
     found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
     return found
-
-
-def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    """Return stored numbers times their scales, if they have any, in float64."""
-    return stored.astype(np.float64) if scales is None else quantization.dequantize(stored, scales)

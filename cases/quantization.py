@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,8 @@ STORED: dict[str, np.dtype] = {
     "int8": np.dtype(np.int8),
     "int4": np.dtype(ml_dtypes.int4),
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "mxfp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
 }
 GRANULARITIES = ("token", "head")
 KV_CACHES = tuple(f"kv{kind}-{by}" for kind in ("int8", "int4", "fp8") for by in GRANULARITIES)
@@ -29,14 +32,22 @@ COMPUTED_CACHES = ("kvint8-computed", "kvfp8-computed")
 """Quantised caches that a call writes with scales for each token and head, which it computes and writes too."""
 WRITTEN_CACHES = (*GIVEN_CACHES, *UNIT_CACHES, *COMPUTED_CACHES)
 """Quantised caches of calls that write them. `build_raw_tokens` has the numbers that such a call is given."""
-READ_CACHES = SEQUENCE_CACHES
+BLOCK_CACHES = ("kvmxfp8-block", "kvnvfp4-block")
+"""Quantised caches in pages with a scale for each block of a row (`BLOCK_SIZES`), as `jax.nn.scaled_matmul` has."""
+BLOCK_SIZES = {"mxfp8": 32, "nvfp4": 16}
+"""The number of coordinates of a block, by what is stored (OCP Microscaling Formats 1.0; NVIDIA's NVFP4)."""
+SCALE_DTYPES = {"mxfp8": np.dtype(ml_dtypes.float8_e8m0fnu), "nvfp4": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""The dtype of scales of blocks, by what is stored."""
+READ_CACHES = (*SEQUENCE_CACHES, *BLOCK_CACHES)
 """Further quantised caches that only calls that read pages take."""
 PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES, *READ_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 QUERIES = "/qfp8"
 """The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
 _Q_SIGNIFICAND = 11 / 16
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp8": 448.0, "nvfp4": 6.0}
+# The exponent of the smallest normal number, and the exponent of half a step relative to that of a number.
+_HALF_STEPS = {STORED["fp8"]: (-6, -4), STORED["nvfp4"]: (0, -2)}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SCALE_ERROR = 4 * 2.0**-24
@@ -71,11 +82,25 @@ def has_whole_scales(cache: str | None) -> bool:
 def list_cache_features(cache: str) -> tuple[str, ...]:
     """List the features that a call needs for `cache`."""
     kind, by = _split(cache)
+    if cache in BLOCK_CACHES:
+        return (f"kv_{kind}",)
     if cache in COMPUTED_CACHES:
         return f"kv_{kind}", "kv_token_scales", "kv_writes_computed"
     if cache in WRITTEN_CACHES:
         return f"kv_{kind}", "kv_tensor_scales", "kv_writes_scaled"
     return f"kv_{kind}", f"kv_{by}_scales"
+
+
+def get_block_format(cache: str) -> tuple[int, np.dtype]:
+    """Return the number of coordinates of a block of `cache`, and the dtype of scales of blocks."""
+    kind = _split(cache)[0]
+    return BLOCK_SIZES[kind], SCALE_DTYPES[kind]
+
+
+def has_whole_blocks(cache: str | None, *depths: int) -> bool:
+    """Return whether rows of these depths consist of whole blocks, if `cache` has scales of blocks."""
+    size = 1 if cache is None else BLOCK_SIZES.get(_split(cache)[0], 1)
+    return all(depth % size == 0 for depth in depths)
 
 
 def split_level(level: str | None) -> dict[str, Any]:
@@ -151,6 +176,53 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
     return stored, scales[:, 0, :, 0] if by == "sequence" else scales[..., 0]
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedCache:
+    """Stored keys and values, and what turns them into numbers again; the fields are those of a problem."""
+
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray  # [B, S, K, V]
+    kv_scales: tuple[np.ndarray, np.ndarray]
+    kv_global_scales: tuple[float, float] | None = None
+
+
+def quantize_cache(k: np.ndarray, v: np.ndarray, cache: str) -> QuantizedCache:
+    """Quantise keys `[B, S, K, H]` and values `[B, S, K, V]` as `cache` names it.
+
+    Scales are those of `quantize`. Scales of blocks are `[B, S, K, blocks]`, in a dtype of `SCALE_DTYPES`.
+    """
+    if cache in BLOCK_CACHES:
+        (k, k_scales, k_global), (v, v_scales, v_global) = (_quantize_blocks(x, _split(cache)[0]) for x in (k, v))
+        has_global = cache == "kvnvfp4-block"
+        return QuantizedCache(k, v, (k_scales, v_scales), (k_global, v_global) if has_global else None)
+    (k, k_scales), (v, v_scales) = (quantize(x, cache) for x in (k, v))
+    return QuantizedCache(k, v, (k_scales, v_scales))
+
+
+def _quantize_blocks(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """Quantise `x [B, S, K, D]` in blocks; returns stored numbers, scales of blocks, and the scale over all.
+
+    Some blocks are zero. A scale in float8_e8m0fnu is a power of two. It rounds up, so that no number is too large, and
+    is up to eight times larger than that, so that neighbouring scales differ.
+    """
+    largest = _LARGEST[kind]
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, BLOCK_SIZES[kind])
+    number = np.arange(blocks[..., 0].size).reshape(blocks.shape[:-1])
+    blocks = np.where((number % _ZERO_TOKENS == 2)[..., None], 0.0, blocks)
+    peak = np.abs(blocks).max(axis=-1)
+    factor, is_zero = 1.0, peak == 0
+    if kind == "mxfp8":
+        exponent = np.ceil(np.log2(np.where(is_zero, 1.0, peak) / largest)) + 3 * number % 4
+        scales = 2.0 ** np.where(is_zero, -127, exponent)  # torch stores the smallest scale for a block of zeros
+    else:
+        factor = float(np.float32(peak.max() / (largest * _LARGEST["fp8"]))) or 1.0
+        scales = np.where(is_zero, 1.0, peak / (largest * factor))
+    scales = scales.astype(SCALE_DTYPES[kind])
+    wide = scales.astype(np.float64) * factor
+    scaled = np.clip(blocks / np.where(wide == 0, 1.0, wide)[..., None], -largest, largest)
+    return scaled.astype(STORED[kind]).reshape(x.shape), scales, factor
+
+
 def _quantize_written(x: np.ndarray, kind: str, *, is_unit: bool) -> tuple[np.ndarray, np.ndarray]:
     """Quantise `x [B, S, K, D]` to numbers that rounded arithmetic in the dtype of x finds too, and one scale.
 
@@ -214,26 +286,29 @@ def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, dr
         return (scaled * wide).astype(dtype)
 
 
-def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the stored numbers `[B, S, K, D]` times their scales, in float64."""
-    return stored.astype(np.float64) * spread_scales(scales)
+def dequantize(stored: np.ndarray, scales: np.ndarray, factor: float = 1.0) -> np.ndarray:
+    """Return the stored numbers `[B, S, K, D]` times their scales and a factor of all, in float64."""
+    return stored.astype(np.float64) * (spread_scales(scales, stored.shape[-1]) * factor)
 
 
-def spread_scales(scales: np.ndarray) -> np.ndarray:
-    """Return scales of `quantize` in float64, with axes that broadcast with stored numbers `[B, S, K, D]`."""
+def spread_scales(scales: np.ndarray, depth: int) -> np.ndarray:
+    """Return scales of `quantize_cache` in float64, with axes that broadcast with stored numbers `[B, S, K, depth]`."""
     wide = scales.astype(np.float64)
+    if wide.ndim == 4:
+        return np.repeat(wide, depth // wide.shape[-1], axis=-1)
     return wide[:, None, :, None] if wide.ndim == 2 else wide[..., None]
 
 
-def compute_half_steps(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def compute_half_steps(stored: np.ndarray, scales: np.ndarray, factor: float = 1.0) -> np.ndarray:
     """Compute the largest rounding error of quantisation, in float64.
 
-    It is half a scale for integers. For fp8 it is the scale times half the spacing of fp8 numbers just above the stored
-    number.
+    It is half a scale for integers. For fp8 and fp4 it is the scale times half the spacing of such numbers just above
+    the stored number.
     """
-    scale = spread_scales(scales)
-    if stored.dtype != STORED["fp8"]:
+    scale = spread_scales(scales, stored.shape[-1]) * factor
+    if stored.dtype not in _HALF_STEPS:
         return np.broadcast_to(scale / 2, stored.shape)
+    smallest, below = _HALF_STEPS[stored.dtype]
     size = np.abs(stored.astype(np.float64))
-    exponent = np.floor(np.log2(np.maximum(size, 2.0**-6)))  # subnormal below 2**-6
-    return scale * 2.0 ** (exponent - 4)
+    exponent = np.floor(np.log2(np.maximum(size, 2.0**smallest)))  # smaller numbers are subnormal
+    return scale * 2.0 ** (exponent + below)

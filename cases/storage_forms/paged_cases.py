@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from cases.case import KV_FEATURES, Case
@@ -25,9 +26,12 @@ from cases.quantization import (
     PAGED_CACHES,
     PAGES_HOLD,
     QUERIES,
+    READ_CACHES,
     SEQUENCE_CACHES,
     UNIT_CACHES,
     WHOLE_CACHES,
+    has_whole_blocks,
+    list_cache_features,
     split_level,
 )
 from cases.storage_forms import paged_form
@@ -120,7 +124,14 @@ def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
             return dataclasses.replace(model.assemble(levels, seed), **split_level(levels["kv_cache"]))
 
-        return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
+        def is_compatible(levels: Mapping[str, Any]) -> bool:
+            shape = levels.get("shape")
+            depths = levels.get("depths") if shape is None else shape.depths or levels.get("depths")
+            level = levels.get("kv_cache")
+            return (depths is None or level is None or has_whole_blocks(level, *depths)) and model.compatible(levels)
+
+        axes = (*model.axes, Axis("kv_cache", caches, rare=True))
+        return dataclasses.replace(model, axes=axes, assemble=assemble, compatible=is_compatible)
 
     features, sizes = models
     return add(features), add(sizes)
@@ -153,7 +164,7 @@ def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
         caches = (*given, *(COMPUTED_CACHES if "kv_writes_computed" in offers else ()))
     else:
         whole: tuple[str, ...] = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
-        whole += SEQUENCE_CACHES if "kv_sequence_scales" in offers else ()
+        whole += tuple(cache for cache in READ_CACHES if offers.issuperset(list_cache_features(cache)))
         caches = (*(PAGED_CACHES if "kv_token_scales" in offers or not whole else ()), *whole)
     queries = {cache: "q_descale" if cache in SEQUENCE_CACHES else "q_fp8" for cache in caches}
     return (
@@ -196,7 +207,14 @@ def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.Se
 
 @st.composite
 def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
-    return dataclasses.replace(draw(drawn), **split_level(draw(st.sampled_from(caches))))
+    case = draw(drawn)
+    levels = [
+        fields
+        for fields in map(split_level, caches)
+        if has_whole_blocks(fields["kv_cache"], case.head_dim, case.v_head_dim)
+    ]
+    assume(levels)
+    return dataclasses.replace(case, **draw(st.sampled_from(levels)))
 
 
 @st.composite

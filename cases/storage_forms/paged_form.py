@@ -33,6 +33,10 @@ WHOLE_SCALES = ("k_scale", "v_scale")
 """The parameters that take one scale for all keys and one for all values, as Python numbers."""
 DESCALES = ("k_descale", "v_descale")
 """The parameters that take a scale for each sequence and head, f32 `[max_seqs, K]`."""
+BLOCK_SCALES = ("k_block_scales", "v_block_scales")
+"""The parameters that take a scale for each block of a row, `[pages, page_size, K, blocks]`."""
+GLOBAL_SCALES = ("k_global_scale", "v_global_scale")
+"""The parameters that take the scales over all blocks of keys and of values, as Python numbers."""
 QUERY_PARAMETERS = ("q_scale", "q_descale", "out_dtype")
 """The parameters for queries in fp8: their scale, a Python number or f32 `[max_seqs, K]`, and the dtype of `out`."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
@@ -43,6 +47,8 @@ WRITTEN_FEATURES = WHOLE_FEATURES | {"kv_writes_scaled"}
 """The features of calls that write such pages (`cases.quantization.GIVEN_CACHES`)."""
 SEQUENCE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_sequence_scales"})
 """The features of pages with a scale for each sequence and head (`cases.quantization.SEQUENCE_CACHES`)."""
+BLOCK_FEATURES = frozenset({"kv_mxfp8", "kv_nvfp4"})
+"""The features of pages with scales of blocks (`cases.quantization.BLOCK_CACHES`)."""
 COMPUTED_FEATURES = SCALED_FEATURES | {"kv_writes_computed"}
 """The features of calls that write pages and compute their scales (`cases.quantization.COMPUTED_CACHES`)."""
 REQUIRED = {
@@ -187,7 +193,8 @@ PAGED = StorageForm(
     describe_layout=describe_layout,
     tables=TABLES,
     parameters=(
-        *(*TABLES, *SCALES, *WHOLE_SCALES, *DESCALES, *QUERY_PARAMETERS),
+        *(*TABLES, *SCALES, *WHOLE_SCALES, *DESCALES, *BLOCK_SCALES, *GLOBAL_SCALES),
+        *QUERY_PARAMETERS,
         *("causal", "window", "indices", *MASK_PARAMETERS),
         *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
@@ -220,6 +227,26 @@ PAGED = StorageForm(
             ),
             features=SEQUENCE_FEATURES,
             caches=quantization.SEQUENCE_CACHES,
+        ),
+        ScaleParameters(
+            names=BLOCK_SCALES,
+            descriptions=(
+                "the scales of blocks of keys, [pages, page_size, K, H / 32]",
+                "the scales of blocks of values, [pages, page_size, K, V / 32]",
+            ),
+            features=frozenset({"kv_mxfp8"}),
+            caches=("kvmxfp8-block",),
+        ),
+        ScaleParameters(
+            names=(*BLOCK_SCALES, *GLOBAL_SCALES),
+            descriptions=(
+                "the scales of blocks of keys, [pages, page_size, K, H / 16]",
+                "the scales of blocks of values, [pages, page_size, K, V / 16]",
+                "the scale over all keys, a number",
+                "the scale over all values, a number",
+            ),
+            features=frozenset({"kv_nvfp4"}),
+            caches=("kvnvfp4-block",),
         ),
     ),
     example="paged16",

@@ -47,9 +47,8 @@ class Storage:
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The integer arrays that a stored call needs: its tables, `q_rows`, `places`, `held` and `rows`."""
-        rows = {} if self.rows is None else {"rows": self.rows}
-        return {**self.tables, "q_rows": self.q_rows, "places": self.places, "held": self.held, **rows}
+        """The integer arrays that a stored call needs: its tables, `q_rows`, `places` and `held`."""
+        return {**self.tables, "q_rows": self.q_rows, "places": self.places, "held": self.held}
 
     @property
     def present(self) -> np.ndarray:

@@ -143,8 +143,9 @@ class Subject:
             return None
         if quantized.kv_scales[0].ndim == 2 and quantized.storage is not None and quantized.storage.shares:
             return None
-        pairs = zip((quantized.k, quantized.v), quantized.kv_scales, strict=True)
-        k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)
+        factors = quantized.kv_global_scales or (1.0, 1.0)
+        stored = zip((quantized.k, quantized.v), quantized.kv_scales, factors, strict=True)
+        k_steps, v_steps = (quantization.compute_half_steps(*each) for each in stored)
         plain = draw_problem(dataclasses.replace(self.case, kv_cache=None))
         errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
         return self._compute_expectation(plain, inexact=errors)

@@ -209,8 +209,12 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
     """Multiply by 4 each scale that no token of the region uses.
 
-    `scales` is `[B or 1, S or 1, K]` or `[B, K]`. `used [B, S, K]` marks the tokens of the region.
+    `scales` is `[B or 1, S or 1, K]`, `[B, K]` or `[B, S, K, blocks]`. `used [B, S, K]` marks the tokens of the region.
     """
+    if scales.ndim == 4:  # of blocks, in a dtype that holds powers of two
+        largest = quantization.find_largest(scales.dtype) or np.inf
+        other = np.minimum(4 * scales.astype(np.float64), largest).astype(scales.dtype)
+        return np.where(used[..., None], scales, other)
     if scales.ndim == 2:
         return np.where(used.any(axis=1), scales, 4 * scales)
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])

@@ -56,6 +56,9 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
     if fits and not problem.tied:
         if problem.kv_scales is None:
             scaled = dataclasses.replace(problem, v=_scale(problem.v, factor))
+        elif problem.kv_global_scales is not None:
+            k_scale, v_scale = problem.kv_global_scales
+            scaled = dataclasses.replace(problem, kv_global_scales=(k_scale, v_scale * factor))
         else:
             k_scales, v_scales = problem.kv_scales
             scaled = dataclasses.replace(problem, kv_scales=(k_scales, _scale(v_scales, factor)))

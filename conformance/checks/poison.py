@@ -115,4 +115,8 @@ def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:
 
 def _poison_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:
     """Poison the scales of the tokens marked in `dead [B, S, K]`, if each token has its own scale."""
-    return np.where(dead, np.float32(value), scales) if scales.shape == dead.shape else scales
+    if scales.ndim == 4:
+        dead = dead[..., None]
+    elif scales.shape != dead.shape:
+        return scales
+    return np.where(dead, _cast_poison(value, scales.dtype), scales)

@@ -24,7 +24,7 @@ from cases.masks import Mask
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import WRITE_FORMS, WriteForm
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import ScaleParameters, StorageForm
 from cases.storage_forms.stored_cases import lower_stored_mask
 
 UPDATE = "update_kv_cache"
@@ -95,7 +95,7 @@ def _name_latents(made: WriteForm, signature: inspect.Signature, operands: tuple
 
 def describe_missing_parameters(parameters: Collection[str], form: StorageForm) -> str:
     """Describe the parameters that a function of this storage form lacks, for an error message; "" if it lacks none."""
-    begun = [pair for pair in form.scales if set(pair.names) & set(parameters)]
+    begun = [pair for pair in form.scales if _lacks_some(pair, set(parameters), form)]
     required = dict(form.required)
     if made := find_latent_writes(parameters):  # `c_kv` says how deep values are
         required = {**dict.fromkeys(made.operands, "an operand"), **required}
@@ -110,6 +110,13 @@ def describe_missing_parameters(parameters: Collection[str], form: StorageForm) 
         f"takes {' and '.join(map(repr, has))}, as functions of {form.noun} do, but lacks {' and '.join(missing)}: "
         f"wrap it so that it takes {form.noun} as docs/contract.md, section 8, describes"
     )
+
+
+def _lacks_some(pair: ScaleParameters, parameters: set[str], form: StorageForm) -> bool:
+    """Return whether a function has parameters of `pair` that no smaller pair and no complete one explains."""
+    has = parameters & {*pair.names}
+    others = ({*other.names} for other in form.scales)
+    return bool(has) and not any(has <= names and (names <= parameters or names < {*pair.names}) for names in others)
 
 
 def _list_telling_names(form: StorageForm) -> tuple[str, ...]:

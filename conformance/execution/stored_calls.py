@@ -27,7 +27,7 @@ from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
-from cases.storage_forms.paged_form import DESCALES, SCALES, WHOLE_SCALES
+from cases.storage_forms.paged_form import BLOCK_SCALES, DESCALES, GLOBAL_SCALES, SCALES, WHOLE_SCALES
 from cases.storage_forms.storage_form import MASK_ARRAYS, StorageForm
 from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -62,10 +62,14 @@ def build_storage_arrays(
 def build_storage_arrays_for(implementation: Implementation, problem: Problem) -> Mapping[str, Any]:
     """Call `build_storage_arrays` with what `implementation` declares about memory and page writes.
 
-    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken.
+    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken. With scales
+    of sequences, `rows` has the sequence of each row of the tables.
     """
     assert problem.storage is not None
     arrays = build_storage_arrays(problem.storage, implementation.behind_mask, writes=implementation.writes_pages)
+    if problem.kv_scales is not None and problem.kv_scales[0].ndim == 2:
+        assert problem.storage.rows is not None
+        arrays = {**arrays, "rows": problem.storage.rows}
     if not implementation.writes_pages or problem.kv_scales is None:
         return arrays
     return {**arrays, "raw": build_raw_operands(problem)}
@@ -76,6 +80,8 @@ def list_scale_arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, np
     numbers: dict[str, Any] = {}
     if problem.kv_scales is not None and problem.has_whole_scales:
         numbers["kv_scales"] = tuple(map(float, problem.kv_scales))
+    if problem.kv_global_scales is not None:
+        numbers["kv_global_scales"] = problem.kv_global_scales
     if problem.q_scale is not None:
         numbers["q_scale"] = problem.q_scale
     if problem.q_scale is not None or problem.q_descale is not None:
@@ -348,13 +354,14 @@ class StoredCall:
         return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
 
     def _name_numbers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names.
+        """Return the arguments with pairs of numbers, for all keys and for all values, by the call's names.
 
         Without `out_dtype` if the call does not take it.
         """
         named = {name: x for name, x in arguments.items() if name != "out_dtype" or self.takes_out_dtype}
-        if (numbers := named.pop("kv_scales", None)) is not None:
-            named |= dict(zip(WHOLE_SCALES, numbers, strict=True))
+        for pair, names in (("kv_scales", WHOLE_SCALES), ("kv_global_scales", GLOBAL_SCALES)):
+            if (numbers := named.pop(pair, None)) is not None:
+                named |= dict(zip(names, numbers, strict=True))
         return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
@@ -398,6 +405,10 @@ def _store_scales(kv_scales: tuple[Any, Any], storage: Mapping[str, Any]) -> dic
     """Return the arrays of scales of keys and values by the call's names, in their stored form."""
     if kv_scales[0].ndim == 2:  # of sequences
         return {name: _gather_sequences(x, storage) for name, x in zip(DESCALES, kv_scales, strict=True)}
+    if kv_scales[0].ndim == 4:  # of blocks
+        return {
+            name: _gather(x, storage["held"], storage["stale"]) for name, x in zip(BLOCK_SCALES, kv_scales, strict=True)
+        }
     return {
         name: _gather(x[..., None], storage["held"], storage["stale"])[..., 0]
         for name, x in zip(SCALES, kv_scales, strict=True)

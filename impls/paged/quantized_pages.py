@@ -1,7 +1,7 @@
 """Attention over pages that are quantised in one of several ways: the public call for plain JAX.
 
 It takes everything that `impls.paged.attention.attention` takes. It adds scales of sequences, as FlashAttention 3 has
-them (docs/contract.md, section 8).
+them, and scales of blocks (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from impls.paged.attention import SCALED_DTYPES, attention
 from impls.paged.paged_plan import PageScales
 
+_BLOCKS = {"float8_e4m3fn": ("float8_e8m0fnu", 32), "float4_e2m1fn": ("float8_e4m3fn", 16)}
+"""The dtype of scales of blocks and the size of a block, by the dtype of pages."""
+
 
 def attend_quantized(
     q: Any,
@@ -23,6 +26,10 @@ def attend_quantized(
     k_descale: jax.Array | None = None,
     v_descale: jax.Array | None = None,
     q_descale: jax.Array | None = None,
+    k_block_scales: jax.Array | None = None,
+    v_block_scales: jax.Array | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
     **options: Any,
 ) -> Any:
     """Compute attention over quantised pages, and return what `attention` returns.
@@ -33,10 +40,27 @@ def attend_quantized(
       v_pages: values `[pages, page_size, K, V]`.
       k_descale: with `v_descale`, f32 `[max_seqs, K]`: the scale of a key is that of the sequence that reads it.
       q_descale: f32 `[max_seqs, K]`, the scale of a sequence's queries that share a key/value head.
+      k_block_scales: with `v_block_scales`, scales of blocks of a row, `[pages, page_size, K, blocks]`. They are in
+        float8_e8m0fnu with blocks of 32 for pages in float8_e4m3fn, and in float8_e4m3fn with blocks of 16 for
+        float4_e2m1fn.
+      k_global_scale: with `v_global_scale` and fp4, a number that multiplies all keys.
 
     Raises:
       ValueError: scales of a wrong shape or dtype; the message names them.
     """
+    if k_block_scales is not None or v_block_scales is not None:
+        _check_pages(k_pages, v_pages, tuple(_BLOCKS))
+        dtype, size = _BLOCKS[str(k_pages.dtype)]
+        of_keys, of_values = (
+            _check_scales(name, x, (*pages.shape[:3], pages.shape[3] // size), dtype)
+            for name, x, pages in (
+                ("k_block_scales", k_block_scales, k_pages),
+                ("v_block_scales", v_block_scales, v_pages),
+            )
+        )
+        if k_global_scale is not None:
+            options |= {"k_scale": k_global_scale, "v_scale": v_global_scale}
+        return attention(q, k_pages, v_pages, stored=(PageScales(of_keys), PageScales(of_values)), **options)
     if k_descale is None and v_descale is None and q_descale is None:
         return attention(q, k_pages, v_pages, **options)
     _check_pages(k_pages, v_pages, SCALED_DTYPES)

@@ -1,4 +1,4 @@
-"""Pages with scales of sequences: correct kernels in two styles pass, and each planted bug is red."""
+"""Pages with scales of sequences and of blocks: correct kernels in two styles pass, and each planted bug is red."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cases.case_id import parse_case_id
+from cases.quantization import READ_CACHES
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.execution import implementation_registry
 from impls.contract.implementation import Implementation
@@ -22,13 +23,16 @@ _BUILDERS = [build_at_once, build_by_page]
 
 
 def _format_case(cache: str, dtype: str = "f32", storage: str = "paged16") -> str:
-    sizes, ends = "B4.T13.S45.N4.K2.H32.V64", "own-l20-45-20-17-9"
+    sizes, ends = "B4.T13.S45.N4.K2.H64.V96", "own-l20-45-20-17-9"
     return f"prefill/{dtype}/{sizes}/{ends}/softcap2/{cache}/{storage}-q13-1-1-9/normal/s0"
 
 
 CASES = {
     "fp8-sequence": _format_case("kvfp8-sequence"),
     "int8-sequence": _format_case("kvint8-sequence", storage="shared5"),
+    "mxfp8": _format_case("kvmxfp8-block"),
+    "nvfp4": _format_case("kvnvfp4-block", storage="shared5"),
+    "nvfp4-bf16": _format_case("kvnvfp4-block", "bf16"),
     "queries": _format_case("kvfp8-sequence/qfp8", "bf16"),
 }
 
@@ -69,4 +73,4 @@ def test_only_functions_with_the_parameters_get_the_cases() -> None:
 
     assert count(scaled("scaled")) == {"kvint8-token", "kvfp8-token"}
     assert count(whole("whole")) == {"kvint8-tensor", "kvfp8-tensor"}
-    assert count(build_at_once("own", features=OFFERED)) == {"kvint8-sequence", "kvfp8-sequence"}
+    assert count(build_at_once("own", features=OFFERED)) == {*READ_CACHES}

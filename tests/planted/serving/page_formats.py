@@ -1,4 +1,4 @@
-"""Bugs of pages with scales of sequences, in two styles of kernels."""
+"""Bugs of pages with scales of sequences and of blocks, in two styles of kernels."""
 
 from __future__ import annotations
 
@@ -7,20 +7,45 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from cases.storage_forms.paged_form import SEQUENCE_FEATURES
+from cases.storage_forms.paged_form import BLOCK_FEATURES, SEQUENCE_FEATURES
 from conformance.mutation.kernels.triggers import both, has
 from tests.planted.planting import stored_bug
 from tests.planted.planting.scaled_pages import ScaleSteps, build_at_once, build_by_page
 
 Array = jax.Array
 _BY_SEQUENCE = has("paged", "kv_sequence_scales")
-OFFERED = SEQUENCE_FEATURES | {"q_descale"}
+OFFERED = SEQUENCE_FEATURES | BLOCK_FEATURES | {"q_descale"}
 """The features of the correct kernels."""
+_MXFP8, _NVFP4 = has("paged", "kv_mxfp8"), has("paged", "kv_nvfp4")
 _bug = functools.partial(stored_bug.bug, family="paged", shows="out logsumexp max_logits")
 _sequence_bug = functools.partial(_bug, build=functools.partial(build_at_once, features=OFFERED), trigger=_BY_SEQUENCE)
 _sequence_bug_by_page = functools.partial(
     _bug, build=functools.partial(build_by_page, features=OFFERED), trigger=_BY_SEQUENCE
 )
+_block_bug = functools.partial(_bug, build=functools.partial(build_at_once, features=OFFERED))
+_block_bug_by_page = functools.partial(_bug, build=functools.partial(build_by_page, features=OFFERED))
+
+
+def _double_exponents(scales: Array) -> Array:
+    """Read bits of float8_e8m0fnu with a bias of 126 in place of 127."""
+    return scales.astype(jnp.float32) * (2.0 if scales.dtype == jnp.float8_e8m0fnu else 1.0)
+
+
+def _read_as_fraction(scales: Array) -> Array:
+    """Read bits of float8_e8m0fnu as float8_e4m3fn."""
+    if scales.dtype != jnp.float8_e8m0fnu:
+        return scales.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _shift_blocks(scales: Array) -> Array:
+    return jnp.roll(scales.astype(jnp.float32), 1, axis=-1)
+
+
+def _flush_subnormal(x: Array) -> Array:
+    """The one subnormal number of fp4, 1/2, becomes zero."""
+    wide = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(wide) < 1, 0, wide) if x.dtype == jnp.float4_e2m1fn else wide
 
 
 def _by_query_head(scales: Array, group: int) -> Array:
@@ -69,5 +94,62 @@ BUGS = (
         kind="kvscale.k-for-v",
         reference="sgl-project/sglang#26852",
         shows="out",
+    ),
+    _block_bug(
+        "page-block-scale-of-the-neighbour",
+        ScaleSteps(blocks=_shift_blocks),
+        kind="kvscale.block",
+        reference="inferred from scales of blocks that a kernel loads in a layout of its own",
+        trigger=_MXFP8,
+    ),
+    _block_bug_by_page(
+        "page-block-scale-of-the-neighbour-by-page",
+        ScaleSteps(blocks=_shift_blocks),
+        kind="kvscale.block",
+        reference="inferred from scales of blocks that a kernel loads in a layout of its own",
+        trigger=_NVFP4,
+    ),
+    _block_bug(
+        "page-block-exponents-with-a-bias-of-126",
+        ScaleSteps(blocks=_double_exponents),
+        kind="kvscale.exponent",
+        reference="inferred: the bias of float8_e8m0fnu is 127, and that of other fp8 dtypes is another",
+        trigger=_MXFP8,
+    ),
+    _block_bug_by_page(
+        "page-block-exponents-read-as-e4m3-by-page",
+        ScaleSteps(blocks=_read_as_fraction),
+        kind="kvscale.exponent",
+        reference="inferred from kernels for nvfp4, whose scales are float8_e4m3fn",
+        trigger=_MXFP8,
+    ),
+    _block_bug(
+        "page-block-scales-interleaved",
+        ScaleSteps(spread=lambda scales, size: jnp.tile(scales, size)),
+        kind="kvscale.block",
+        reference="inferred: every n-th coordinate in place of consecutive ones",
+        trigger=_NVFP4,
+    ),
+    _block_bug(
+        "page-global-scale-of-keys-forgotten",
+        ScaleSteps(globals=lambda k, v: (1.0, v)),
+        kind="kvscale.dropped",
+        reference="inferred from flashinfer-ai/flashinfer#1023",
+        trigger=_NVFP4,
+    ),
+    _block_bug_by_page(
+        "page-global-scale-of-values-twice-by-page",
+        ScaleSteps(globals=lambda k, v: (k, v * v)),
+        kind="kvscale.twice",
+        reference="vllm-project/vllm#48016",
+        shows="out",
+        trigger=_NVFP4,
+    ),
+    _block_bug(
+        "page-fp4-without-its-subnormal",
+        ScaleSteps(numbers=_flush_subnormal),
+        kind="kvbits.subnormal",
+        reference="inferred from fp4 that is decoded by its exponent alone",
+        trigger=_NVFP4,
     ),
 )
