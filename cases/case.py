@@ -237,6 +237,7 @@ FEATURES: dict[str, str] = {
     "kv_sequence_scales": "a scale of stored keys and values for each sequence and head",
     "kv_mxfp8": "keys and values stored as mxfp8: float8_e4m3fn, with a scale for each 32 coordinates",
     "kv_nvfp4": "keys and values stored as nvfp4: float4_e2m1fn, with a scale for each 16 coordinates and one for all",
+    "kv_channel_scales": "keys stored as uint8 by channel in pages, values by token, with scales and zero points",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
     "q_fp8": "queries as float8_e4m3fn, with one scale for all",

@@ -93,6 +93,7 @@ class CallOperands:
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K], [B, K], [] or [B, S, K, blocks]
     kv_global_scales: tuple[float, float] | None = None  # these multiply all keys and all values too
+    kv_zeros: tuple[np.ndarray, np.ndarray] | None = None  # of the shapes of `kv_scales`; added to scaled numbers
     q_scale: float | None = None  # a call gets the float8_e4m3fn numbers `q / q_scale`, which are exact
     q_descale: np.ndarray | None = None  # [B, K], in place of `q_scale`: one for each sequence and key/value head
     computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
@@ -115,6 +116,8 @@ class CallOperands:
                 object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
             if self.kv_scales is not None and self.kv_scales[0].ndim > 2:  # scales of tokens lie where their keys lie
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
+            if self.kv_zeros is not None:
+                object.__setattr__(self, "kv_zeros", tuple(map(self.storage.settle, self.kv_zeros)))
         if self.score_mod is not None:  # a score depends on the position of the last query
             # Functions of places get the positions of stored queries in their sequences.
             lengths = (self.q.shape[1], self.k.shape[1]) if self.storage is None else (0, 0)
@@ -163,7 +166,19 @@ class CallOperands:
         if self.kv_scales is None:
             return stored.astype(np.float64)
         factor = 1.0 if self.kv_global_scales is None else self.kv_global_scales[side]
-        return quantization.dequantize(stored, self.kv_scales[side], factor)
+        zeros = None if self.kv_zeros is None else self.kv_zeros[side]
+        return quantization.dequantize(stored, self.kv_scales[side], factor, zeros)
+
+    @functools.cached_property
+    def sizes_with_zeros(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The magnitudes of scaled keys plus those of their zero points, and of values likewise; None without these."""
+        if self.kv_scales is None or self.kv_zeros is None:
+            return None
+        k, v = (
+            np.abs(quantization.dequantize(x, scales)) + np.abs(quantization.spread_scales(zeros, x.shape[-1]))
+            for x, scales, zeros in zip((self.k, self.v), self.kv_scales, self.kv_zeros, strict=True)
+        )
+        return k, v
 
     @property
     def effective_scale(self) -> float:

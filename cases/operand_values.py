@@ -129,7 +129,7 @@ def _draw_required(case: Case, attempt: int) -> Problem:
     q, k, v = (x.astype(dtype) for x in operands)
     cache = None
     if case.kv_cache is not None:
-        cache = quantization.quantize_cache(k, v, case.kv_cache)
+        cache = quantization.quantize_cache(k, v, case.kv_cache, None if case.stored is None else case.stored.size)
         k, v = cache.k, cache.v
         if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
             given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
@@ -148,6 +148,7 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=None if cache is None else cache.kv_scales,
         kv_global_scales=None if cache is None else cache.kv_global_scales,
+        kv_zeros=None if cache is None else cache.kv_zeros,
         computes_scales=case.kv_cache in quantization.COMPUTED_CACHES,
         dropout_rate=case.dropout_rate,
         dropout_key=None if case.dropout_rate is None else draw_dropout_key(case),
@@ -192,11 +193,14 @@ def build_hollow_problem(case: Case) -> Problem:
         size, dtype = quantization.get_block_format(case.kv_cache)
         k_scales, v_scales = (make_zeros(*tokens, depth // size, dtype=dtype) for depth in depths)
         scales = k_scales, v_scales
+    if case.kv_cache in quantization.CHANNEL_CACHES:
+        scales = make_zeros(*tokens, case.head_dim, dtype=np.float32), scales[1]
     problem = Problem(
         q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
         k=make_zeros(*tokens, case.head_dim, dtype=held),
         v=make_zeros(*tokens, case.v_head_dim, dtype=held),
         kv_scales=None if case.kv_cache is None else scales,
+        kv_zeros=scales if case.kv_cache in quantization.CHANNEL_CACHES else None,
         kv_global_scales=(1.0, 1.0) if case.kv_cache == "kvnvfp4-block" else None,
         q_scale=1.0 if case.q_fp8 and not is_by_sequence else None,
         q_descale=make_zeros(*by_sequence, dtype=np.float32) if case.q_fp8 and is_by_sequence else None,

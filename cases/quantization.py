@@ -14,6 +14,7 @@ STORED: dict[str, np.dtype] = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
     "mxfp8": np.dtype(ml_dtypes.float8_e4m3fn),
     "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "uint8": np.dtype(np.uint8),
 }
 GRANULARITIES = ("token", "head")
 KV_CACHES = tuple(f"kv{kind}-{by}" for kind in ("int8", "int4", "fp8") for by in GRANULARITIES)
@@ -38,14 +39,16 @@ BLOCK_SIZES = {"mxfp8": 32, "nvfp4": 16}
 """The number of coordinates of a block, by what is stored (OCP Microscaling Formats 1.0; NVIDIA's NVFP4)."""
 SCALE_DTYPES = {"mxfp8": np.dtype(ml_dtypes.float8_e8m0fnu), "nvfp4": np.dtype(ml_dtypes.float8_e4m3fn)}
 """The dtype of scales of blocks, by what is stored."""
-READ_CACHES = (*SEQUENCE_CACHES, *BLOCK_CACHES)
+CHANNEL_CACHES = ("kvuint8-channel",)
+"""Quantised caches with zero points: keys by channel in the tokens of a page, values by token (KIVI)."""
+READ_CACHES = (*SEQUENCE_CACHES, *BLOCK_CACHES, *CHANNEL_CACHES)
 """Further quantised caches that only calls that read pages take."""
 PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES, *READ_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 QUERIES = "/qfp8"
 """The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
 _Q_SIGNIFICAND = 11 / 16
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp8": 448.0, "nvfp4": 6.0}
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp8": 448.0, "nvfp4": 6.0, "uint8": 255.0}
 # The exponent of the smallest normal number, and the exponent of half a step relative to that of a number.
 _HALF_STEPS = {STORED["fp8"]: (-6, -4), STORED["nvfp4"]: (0, -2)}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
@@ -84,6 +87,8 @@ def list_cache_features(cache: str) -> tuple[str, ...]:
     kind, by = _split(cache)
     if cache in BLOCK_CACHES:
         return (f"kv_{kind}",)
+    if cache in CHANNEL_CACHES:
+        return ("kv_channel_scales",)
     if cache in COMPUTED_CACHES:
         return f"kv_{kind}", "kv_token_scales", "kv_writes_computed"
     if cache in WRITTEN_CACHES:
@@ -184,19 +189,51 @@ class QuantizedCache:
     v: np.ndarray  # [B, S, K, V]
     kv_scales: tuple[np.ndarray, np.ndarray]
     kv_global_scales: tuple[float, float] | None = None
+    kv_zeros: tuple[np.ndarray, np.ndarray] | None = None
 
 
-def quantize_cache(k: np.ndarray, v: np.ndarray, cache: str) -> QuantizedCache:
+def quantize_cache(k: np.ndarray, v: np.ndarray, cache: str, page_size: int | None = None) -> QuantizedCache:
     """Quantise keys `[B, S, K, H]` and values `[B, S, K, V]` as `cache` names it.
 
-    Scales are those of `quantize`. Scales of blocks are `[B, S, K, blocks]`, in a dtype of `SCALE_DTYPES`.
+    Scales are those of `quantize`. Scales of blocks are `[B, S, K, blocks]`, in a dtype of `SCALE_DTYPES`. Scales and
+    zero points of channels are `[B, S, K, H]`, the same for the tokens of a page.
     """
+    if cache in CHANNEL_CACHES:
+        page, kind = np.arange(k.shape[1]) // (page_size or 1), _split(cache)[0]
+        starts, exact = np.flatnonzero(np.diff(page, prepend=-1)), k.astype(np.float64)
+        low, high = (find.reduceat(exact, starts, axis=1)[:, page] for find in (np.minimum, np.maximum))
+        stored_k, k_scales, k_zeros = _quantize_range(exact, low, high, kind)
+        exact = v.astype(np.float64)
+        low, high = exact.min(axis=-1, keepdims=True), exact.max(axis=-1, keepdims=True)
+        stored_v, v_scales, v_zeros = _quantize_range(exact, low, high, kind)
+        scales, zeros = (k_scales, v_scales[..., 0]), (k_zeros, v_zeros[..., 0])
+        return QuantizedCache(stored_k, stored_v, scales, kv_zeros=zeros)
     if cache in BLOCK_CACHES:
         (k, k_scales, k_global), (v, v_scales, v_global) = (_quantize_blocks(x, _split(cache)[0]) for x in (k, v))
         has_global = cache == "kvnvfp4-block"
         return QuantizedCache(k, v, (k_scales, v_scales), (k_global, v_global) if has_global else None)
     (k, k_scales), (v, v_scales) = (quantize(x, cache) for x in (k, v))
     return QuantizedCache(k, v, (k_scales, v_scales))
+
+
+def _quantize_range(
+    x: np.ndarray, low: np.ndarray, high: np.ndarray, kind: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Store `x` in `low` to `high` as whole numbers from 0 on; returns them, f32 scales and f32 zero points.
+
+    The zero point is `low`, which is added to a stored number times its scale (KIVI, arXiv:2402.02750, section 3.1).
+    """
+    scales = np.where(high == low, 1.0, (high - low) / _LARGEST[kind]).astype(np.float32)
+    zeros = low.astype(np.float32)
+    stored = np.clip(np.rint((x - zeros) / scales), 0, _LARGEST[kind]).astype(STORED[kind])
+    return stored, scales, zeros
+
+
+def reduce_pages(tokens: np.ndarray, page_size: int) -> np.ndarray:
+    """Return booleans `[B, S, K]` that are true where all tokens of a key's page are marked in `tokens`."""
+    starts = np.arange(0, tokens.shape[1], page_size)
+    found: np.ndarray = np.logical_and.reduceat(tokens, starts, axis=1)[:, np.arange(tokens.shape[1]) // page_size]
+    return found
 
 
 def _quantize_blocks(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, float]:
@@ -286,9 +323,12 @@ def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, dr
         return (scaled * wide).astype(dtype)
 
 
-def dequantize(stored: np.ndarray, scales: np.ndarray, factor: float = 1.0) -> np.ndarray:
-    """Return the stored numbers `[B, S, K, D]` times their scales and a factor of all, in float64."""
-    return stored.astype(np.float64) * (spread_scales(scales, stored.shape[-1]) * factor)
+def dequantize(
+    stored: np.ndarray, scales: np.ndarray, factor: float = 1.0, zeros: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the stored numbers `[B, S, K, D]` times their scales and a factor, plus zero points, in float64."""
+    scaled: np.ndarray = stored.astype(np.float64) * (spread_scales(scales, stored.shape[-1]) * factor)
+    return scaled if zeros is None else scaled + spread_scales(zeros, stored.shape[-1])
 
 
 def spread_scales(scales: np.ndarray, depth: int) -> np.ndarray:

@@ -37,6 +37,10 @@ BLOCK_SCALES = ("k_block_scales", "v_block_scales")
 """The parameters that take a scale for each block of a row, `[pages, page_size, K, blocks]`."""
 GLOBAL_SCALES = ("k_global_scale", "v_global_scale")
 """The parameters that take the scales over all blocks of keys and of values, as Python numbers."""
+CHANNEL_SCALES = ("k_channel_scales", "v_token_scales")
+"""The parameters for scales with zero points: of keys f32 `[pages, K, H]`, of values f32 `[pages, page_size, K]`."""
+ZEROS = ("k_channel_zeros", "v_token_zeros")
+"""The parameters for their zero points, of the same shapes."""
 QUERY_PARAMETERS = ("q_scale", "q_descale", "out_dtype")
 """The parameters for queries in fp8: their scale, a Python number or f32 `[max_seqs, K]`, and the dtype of `out`."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
@@ -49,6 +53,8 @@ SEQUENCE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_sequence_scales"})
 """The features of pages with a scale for each sequence and head (`cases.quantization.SEQUENCE_CACHES`)."""
 BLOCK_FEATURES = frozenset({"kv_mxfp8", "kv_nvfp4"})
 """The features of pages with scales of blocks (`cases.quantization.BLOCK_CACHES`)."""
+CHANNEL_FEATURES = frozenset({"kv_channel_scales"})
+"""The features of pages with zero points (`cases.quantization.CHANNEL_CACHES`)."""
 COMPUTED_FEATURES = SCALED_FEATURES | {"kv_writes_computed"}
 """The features of calls that write pages and compute their scales (`cases.quantization.COMPUTED_CACHES`)."""
 REQUIRED = {
@@ -194,7 +200,7 @@ PAGED = StorageForm(
     tables=TABLES,
     parameters=(
         *(*TABLES, *SCALES, *WHOLE_SCALES, *DESCALES, *BLOCK_SCALES, *GLOBAL_SCALES),
-        *QUERY_PARAMETERS,
+        *(*CHANNEL_SCALES, *ZEROS, *QUERY_PARAMETERS),
         *("causal", "window", "indices", *MASK_PARAMETERS),
         *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
@@ -247,6 +253,17 @@ PAGED = StorageForm(
             ),
             features=frozenset({"kv_nvfp4"}),
             caches=("kvnvfp4-block",),
+        ),
+        ScaleParameters(
+            names=(*CHANNEL_SCALES, *ZEROS),
+            descriptions=(
+                "the scales of the channels of keys in each page, [pages, K, H]",
+                "the scales of values, [pages, page_size, K]",
+                "the zero points of the channels of keys, [pages, K, H]",
+                "the zero points of values, [pages, page_size, K]",
+            ),
+            features=CHANNEL_FEATURES,
+            caches=quantization.CHANNEL_CACHES,
         ),
     ),
     example="paged16",

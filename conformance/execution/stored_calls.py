@@ -27,7 +27,15 @@ from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
-from cases.storage_forms.paged_form import BLOCK_SCALES, DESCALES, GLOBAL_SCALES, SCALES, WHOLE_SCALES
+from cases.storage_forms.paged_form import (
+    BLOCK_SCALES,
+    CHANNEL_SCALES,
+    DESCALES,
+    GLOBAL_SCALES,
+    SCALES,
+    WHOLE_SCALES,
+    ZEROS,
+)
 from cases.storage_forms.storage_form import MASK_ARRAYS, StorageForm
 from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -35,7 +43,7 @@ from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
 _PAIRS = ("segment_ids", "indices", *MASK_ARRAYS)
-DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", "q_descale", *_PAIRS)
+DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", "kv_zeros", "q_descale", *_PAIRS)
 """The arrays by name that `StoredCall.store` turns into stored operands."""
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
@@ -75,7 +83,7 @@ def build_storage_arrays_for(implementation: Implementation, problem: Problem) -
     return {**arrays, "raw": build_raw_operands(problem)}
 
 
-def list_scale_arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def list_scale_arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the numbers among the scales of a quantised problem, and the arrays beside `kv_scales`, by keyword."""
     numbers: dict[str, Any] = {}
     if problem.kv_scales is not None and problem.has_whole_scales:
@@ -86,7 +94,8 @@ def list_scale_arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, np
         numbers["q_scale"] = problem.q_scale
     if problem.q_scale is not None or problem.q_descale is not None:
         numbers["out_dtype"] = problem.q.dtype
-    return numbers, {} if problem.q_descale is None else {"q_descale": problem.q_descale}
+    arrays = {"q_descale": problem.q_descale, "kv_zeros": problem.kv_zeros}
+    return numbers, {name: x for name, x in arrays.items() if x is not None}
 
 
 def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
@@ -215,6 +224,7 @@ class StoredCall:
         padding: Mapping[str, jax.Array] | None = None,
         kv_scales: tuple[jax.Array, jax.Array] | tuple[float, float] | None = None,
         q_descale: jax.Array | None = None,
+        kv_zeros: tuple[jax.Array, jax.Array] | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -229,6 +239,7 @@ class StoredCall:
           kv_scales: the scales of k and of v: an array for each, as `cases.quantization.quantize` gives them, or one
             number for each.
           q_descale: the scales of queries in fp8, `[B, K]`, if each sequence and key/value head has its own.
+          kv_zeros: the zero points of k and of v, if their numbers have some.
 
         Raises:
           WrongReturn: if the call does not return arrays of the right shapes.
@@ -236,7 +247,7 @@ class StoredCall:
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
         pairs = {name: options.pop(name) for name in _PAIRS if name in options}
-        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"), q_descale, **pairs)
+        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"), q_descale, kv_zeros, **pairs)
         rows, heads = storage["q_rows"].shape, q.shape[2]
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -270,6 +281,7 @@ class StoredCall:
         kv_scales: tuple[Any, Any] | None = None,
         q_scale: float | None = None,
         q_descale: Any = None,
+        kv_zeros: tuple[Any, Any] | None = None,
         **pairs: Any,
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands.
@@ -296,7 +308,7 @@ class StoredCall:
             }
         return {
             **named,
-            **({} if kv_scales is None else _store_scales(kv_scales, storage)),
+            **({} if kv_scales is None else _store_scales(kv_scales, kv_zeros, storage)),
             **({} if q_descale is None else {"q_descale": _gather_sequences(q_descale, storage)}),
             **pack_pairs(pairs, storage),
             **self.select_tables(storage),
@@ -401,18 +413,26 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
     return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
 
 
-def _store_scales(kv_scales: tuple[Any, Any], storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of scales of keys and values by the call's names, in their stored form."""
+def _store_scales(
+    kv_scales: tuple[Any, Any], kv_zeros: tuple[Any, Any] | None, storage: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arrays of scales and zero points by the call's names, in their stored form."""
+    held, stale = storage["held"], storage["stale"]
+    if kv_zeros is not None:
+        named = zip((CHANNEL_SCALES, ZEROS), (kv_scales, kv_zeros), strict=True)
+        return {
+            name: x
+            for (of_keys, of_values), (k, v) in named
+            for name, x in (
+                (of_keys, _gather(k, held[:, 0], stale)),  # all tokens of a page have those of its first row
+                (of_values, _gather(v[..., None], held, stale)[..., 0]),
+            )
+        }
     if kv_scales[0].ndim == 2:  # of sequences
         return {name: _gather_sequences(x, storage) for name, x in zip(DESCALES, kv_scales, strict=True)}
     if kv_scales[0].ndim == 4:  # of blocks
-        return {
-            name: _gather(x, storage["held"], storage["stale"]) for name, x in zip(BLOCK_SCALES, kv_scales, strict=True)
-        }
-    return {
-        name: _gather(x[..., None], storage["held"], storage["stale"])[..., 0]
-        for name, x in zip(SCALES, kv_scales, strict=True)
-    }
+        return {name: _gather(x, held, stale) for name, x in zip(BLOCK_SCALES, kv_scales, strict=True)}
+    return {name: _gather(x[..., None], held, stale)[..., 0] for name, x in zip(SCALES, kv_scales, strict=True)}
 
 
 def _gather_sequences(x: Any, storage: Mapping[str, Any]) -> jax.Array:
@@ -494,7 +514,8 @@ def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
     if top is None:
         return stale.astype(dtype)
     bad = jnp.nan if dtype == quantization.STORED["fp8"] else top
-    return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, -top, top)).astype(dtype)
+    low = 0 if dtype == jnp.uint8 else -top
+    return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, low, top)).astype(dtype)
 
 
 def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:

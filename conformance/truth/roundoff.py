@@ -79,7 +79,7 @@ class Roundoff:
             cache=0.0
             if problem.kv_scales is None
             else max(U, u_in if arithmetic.cache == "input" else 0.0)
-            + (0.0 if problem.kv_global_scales is None else U)  # one scale more
+            + (0.0 if problem.kv_global_scales is None and problem.kv_zeros is None else U)  # a product or a sum more
             + (SCALE_ERROR + U if problem.computes_scales else 0.0),  # U: the peak of a token is rounded
             dropout=0.0
             if problem.dropout_rate is None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from cases.case import Case
 from cases.storage_forms.paged_form import (
     BLOCK_FEATURES,
+    CHANNEL_FEATURES,
     COMPUTED_FEATURES,
     SCALED_FEATURES,
     SEQUENCE_FEATURES,
@@ -155,7 +156,12 @@ def _build_quantized_implementation(name: str) -> Implementation:
         build_implementation(name),
         call=functools.partial(attend_quantized, **_JUDGED_SIZES),
         description=f"attention over quantised pages, {_DESCRIPTIONS['portable']}",
-        offers=SCALED_FEATURES | WHOLE_FEATURES | SEQUENCE_FEATURES | BLOCK_FEATURES | {"q_fp8", "q_descale"},
+        offers=SCALED_FEATURES
+        | WHOLE_FEATURES
+        | SEQUENCE_FEATURES
+        | BLOCK_FEATURES
+        | CHANNEL_FEATURES
+        | {"q_fp8", "q_descale"},
         supports_case=_refuse_unscaled,
         variants={
             variant: functools.partial(attend_quantized, **changed)

@@ -1,7 +1,7 @@
 """Attention over pages that are quantised in one of several ways: the public call for plain JAX.
 
 It takes everything that `impls.paged.attention.attention` takes. It adds scales of sequences, as FlashAttention 3 has
-them, and scales of blocks (docs/contract.md, section 8).
+them, scales of blocks, and scales of channels with zero points (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def attend_quantized(
     v_block_scales: jax.Array | None = None,
     k_global_scale: float | None = None,
     v_global_scale: float | None = None,
+    k_channel_scales: jax.Array | None = None,
+    k_channel_zeros: jax.Array | None = None,
+    v_token_scales: jax.Array | None = None,
+    v_token_zeros: jax.Array | None = None,
     **options: Any,
 ) -> Any:
     """Compute attention over quantised pages, and return what `attention` returns.
@@ -44,6 +48,10 @@ def attend_quantized(
         float8_e8m0fnu with blocks of 32 for pages in float8_e4m3fn, and in float8_e4m3fn with blocks of 16 for
         float4_e2m1fn.
       k_global_scale: with `v_global_scale` and fp4, a number that multiplies all keys.
+      k_channel_scales: with the next three and pages in uint8, f32 `[pages, K, H]`: scales of keys.
+      k_channel_zeros: f32 `[pages, K, H]`, added to scaled keys.
+      v_token_scales: f32 `[pages, page_size, K]`, scales of values.
+      v_token_zeros: f32 `[pages, page_size, K]`, added to scaled values.
 
     Raises:
       ValueError: scales of a wrong shape or dtype; the message names them.
@@ -61,6 +69,19 @@ def attend_quantized(
         if k_global_scale is not None:
             options |= {"k_scale": k_global_scale, "v_scale": v_global_scale}
         return attention(q, k_pages, v_pages, stored=(PageScales(of_keys), PageScales(of_values)), **options)
+    if any(x is not None for x in (k_channel_scales, k_channel_zeros, v_token_scales, v_token_zeros)):
+        _check_pages(k_pages, v_pages, ("uint8",))
+        of_channels, of_tokens = (k_pages.shape[0], *k_pages.shape[2:]), k_pages.shape[:3]
+        of_keys, k_zeros = (
+            _check_scales(name, x, of_channels)[:, None]
+            for name, x in (("k_channel_scales", k_channel_scales), ("k_channel_zeros", k_channel_zeros))
+        )
+        of_values, v_zeros = (
+            _check_scales(name, x, of_tokens)[..., None]
+            for name, x in (("v_token_scales", v_token_scales), ("v_token_zeros", v_token_zeros))
+        )
+        stored = PageScales(of_keys, k_zeros), PageScales(of_values, v_zeros)
+        return attention(q, k_pages, v_pages, stored=stored, **options)
     if k_descale is None and v_descale is None and q_descale is None:
         return attention(q, k_pages, v_pages, **options)
     _check_pages(k_pages, v_pages, SCALED_DTYPES)

@@ -39,13 +39,15 @@ def _store(case: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("cache", quantization.READ_CACHES)
 def test_stored_numbers_mean_what_they_were_up_to_half_a_step(cache: str) -> None:
     k, v = _draw(0, 64), _draw(1, 32)
-    found = quantize_cache(k, v, cache)
+    found = quantize_cache(k, v, cache, 5)
     for side, (stored, x) in enumerate(((found.k, k), (found.v, v))):
         factor = 1.0 if found.kv_global_scales is None else found.kv_global_scales[side]
-        meant = quantization.dequantize(stored, found.kv_scales[side], factor)
+        zeros = None if found.kv_zeros is None else found.kv_zeros[side]
+        meant = quantization.dequantize(stored, found.kv_scales[side], factor, zeros)
         error = np.abs(meant - x)
         limit = quantization.compute_half_steps(stored, found.kv_scales[side], factor)
-        kept = (stored.astype(np.float64) != 0) | (np.abs(x) <= limit)  # some blocks were replaced by zeros
+        # Some blocks were replaced by zeros.
+        kept = (zeros is not None) | (stored.astype(np.float64) != 0) | (np.abs(x) <= limit)
         # The scale of an fp4 block is rounded, so its peak may be clipped.
         assert (error <= limit * (1 + 2.0**-7))[kept].all()
 
@@ -105,6 +107,15 @@ def test_rows_of_blocks_and_sequences_lie_where_kernels_look() -> None:
     fp4 = _store(f"{SIZES}/kvnvfp4-block/paged16-q21-1-1-8/normal/s0")
     assert fp4["k"].dtype == ml_dtypes.float4_e2m1fn
     assert (fp4["k"][~there].astype(float) == 6).all()  # the worst number that fp4 has
+    case = parse_case_id(f"{SIZES}/kvuint8-channel/paged5-q21-1-1-8/normal/s0")
+    problem, found = draw_problem(case), _store(case.id)
+    assert problem.storage is not None
+    there = problem.storage.held != NOBODY
+    assert found["k_channel_scales"].shape == (len(there), 2, 64)
+    meant = found["k"] * found["k_channel_scales"][:, None].astype(float) + found["k_channel_zeros"][:, None]
+    assert np.array_equal(meant[there], problem.keys.reshape(-1, 2, 64)[problem.storage.held[there]])
+    assert np.isnan(found["k_channel_zeros"][~there.any(axis=1)]).all()
+    assert found["v_token_zeros"].shape == (*there.shape, 2)
     case = parse_case_id(f"{SIZES}/kvfp8-sequence/qfp8/shared5-q21-1-1-8/normal/s0")
     problem, found = draw_problem(case), _store(case.id)
     assert problem.kv_scales is not None

@@ -1,4 +1,4 @@
-"""Pages with scales of sequences and of blocks: correct kernels in two styles pass, and each planted bug is red."""
+"""Pages with scales of sequences, of blocks and of channels: correct kernels pass, and each planted bug is red."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ CASES = {
     "mxfp8": _format_case("kvmxfp8-block"),
     "nvfp4": _format_case("kvnvfp4-block", storage="shared5"),
     "nvfp4-bf16": _format_case("kvnvfp4-block", "bf16"),
+    "uint8": _format_case("kvuint8-channel", storage="shared5"),
+    "uint8-bf16": _format_case("kvuint8-channel", "bf16"),
     "queries": _format_case("kvfp8-sequence/qfp8", "bf16"),
 }
 

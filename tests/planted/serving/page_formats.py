@@ -1,4 +1,4 @@
-"""Bugs of pages with scales of sequences and of blocks, in two styles of kernels."""
+"""Bugs of pages with scales of sequences and of blocks and with zero points, in two styles of kernels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from cases.storage_forms.paged_form import BLOCK_FEATURES, SEQUENCE_FEATURES
+from cases.storage_forms.paged_form import BLOCK_FEATURES, CHANNEL_FEATURES, SEQUENCE_FEATURES
 from conformance.mutation.kernels.triggers import both, has
 from tests.planted.planting import stored_bug
 from tests.planted.planting.scaled_pages import ScaleSteps, build_at_once, build_by_page
 
 Array = jax.Array
 _BY_SEQUENCE = has("paged", "kv_sequence_scales")
-OFFERED = SEQUENCE_FEATURES | BLOCK_FEATURES | {"q_descale"}
+OFFERED = SEQUENCE_FEATURES | BLOCK_FEATURES | CHANNEL_FEATURES | {"q_descale"}
 """The features of the correct kernels."""
 _MXFP8, _NVFP4 = has("paged", "kv_mxfp8"), has("paged", "kv_nvfp4")
+_BY_CHANNEL = has("paged", "kv_channel_scales")
 _bug = functools.partial(stored_bug.bug, family="paged", shows="out logsumexp max_logits")
 _sequence_bug = functools.partial(_bug, build=functools.partial(build_at_once, features=OFFERED), trigger=_BY_SEQUENCE)
 _sequence_bug_by_page = functools.partial(
@@ -46,6 +47,11 @@ def _flush_subnormal(x: Array) -> Array:
     """The one subnormal number of fp4, 1/2, becomes zero."""
     wide = x.astype(jnp.float32)
     return jnp.where(jnp.abs(wide) < 1, 0, wide) if x.dtype == jnp.float4_e2m1fn else wide
+
+
+def _read_signed(x: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    return jnp.where(wide > 127, wide - 256, wide) if x.dtype == jnp.uint8 else wide
 
 
 def _by_query_head(scales: Array, group: int) -> Array:
@@ -151,5 +157,33 @@ BUGS = (
         kind="kvbits.subnormal",
         reference="inferred from fp4 that is decoded by its exponent alone",
         trigger=_NVFP4,
+    ),
+    _block_bug(
+        "page-zero-points-subtracted",
+        ScaleSteps(zeros=lambda zeros, scales: -zeros),
+        kind="kvscale.zero",
+        reference="inferred: other formats read a number as (stored - zero) * scale",
+        trigger=_BY_CHANNEL,
+    ),
+    _block_bug_by_page(
+        "page-zero-points-scaled-by-page",
+        ScaleSteps(zeros=lambda zeros, scales: zeros * scales),
+        kind="kvscale.zero",
+        reference="inferred: other formats add the zero point before they multiply",
+        trigger=_BY_CHANNEL,
+    ),
+    _block_bug(
+        "page-channel-scales-of-the-page-before",
+        ScaleSteps(of_page=lambda page: page - 1),
+        kind="kvscale.page",
+        reference="inferred from groups of tokens that are counted from one",
+        trigger=_BY_CHANNEL,
+    ),
+    _block_bug_by_page(
+        "page-of-uint8-with-a-sign-by-page",
+        ScaleSteps(numbers=_read_signed),
+        kind="kvbits.sign",
+        reference="inferred from caches of int8",
+        trigger=_BY_CHANNEL,
     ),
 )
