@@ -190,7 +190,7 @@ def build_hollow_problem(case: Case) -> Problem:
         (np.ones((), np.float32),) * 2 if whole else (make_zeros(*shape, dtype=np.float32),) * 2
     )
     if case.kv_cache in quantization.BLOCK_CACHES:
-        size, dtype = quantization.get_block_format(case.kv_cache)
+        size, dtype = quantization.get_block_size(case.kv_cache), quantization.get_scale_dtype(case.kv_cache)
         k_scales, v_scales = (make_zeros(*tokens, depth // size, dtype=dtype) for depth in depths)
         scales = k_scales, v_scales
     if case.kv_cache in quantization.CHANNEL_CACHES:

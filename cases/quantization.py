@@ -96,16 +96,19 @@ def list_cache_features(cache: str) -> tuple[str, ...]:
     return f"kv_{kind}", f"kv_{by}_scales"
 
 
-def get_block_format(cache: str) -> tuple[int, np.dtype]:
-    """Return the number of coordinates of a block of `cache`, and the dtype of scales of blocks."""
-    kind = _split(cache)[0]
-    return BLOCK_SIZES[kind], SCALE_DTYPES[kind]
+def get_scale_dtype(cache: str) -> np.dtype:
+    """Return the dtype of scales of `cache`."""
+    return SCALE_DTYPES.get(_split(cache)[0], np.dtype(np.float32))
+
+
+def get_block_size(cache: str | None) -> int:
+    """Return the number of coordinates of a block of `cache`; 1 if it has no scales of blocks."""
+    return 1 if cache is None else BLOCK_SIZES.get(_split(cache)[0], 1)
 
 
 def has_whole_blocks(cache: str | None, *depths: int) -> bool:
     """Return whether rows of these depths consist of whole blocks, if `cache` has scales of blocks."""
-    size = 1 if cache is None else BLOCK_SIZES.get(_split(cache)[0], 1)
-    return all(depth % size == 0 for depth in depths)
+    return all(depth % get_block_size(cache) == 0 for depth in depths)
 
 
 def split_level(level: str | None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from hypothesis import assume
 from hypothesis import strategies as st
 
 from cases.case import KV_FEATURES, Case
@@ -30,6 +29,7 @@ from cases.quantization import (
     SEQUENCE_CACHES,
     UNIT_CACHES,
     WHOLE_CACHES,
+    get_block_size,
     has_whole_blocks,
     list_cache_features,
     split_level,
@@ -207,14 +207,11 @@ def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.Se
 
 @st.composite
 def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
-    case = draw(drawn)
-    levels = [
-        fields
-        for fields in map(split_level, caches)
-        if has_whole_blocks(fields["kv_cache"], case.head_dim, case.v_head_dim)
-    ]
-    assume(levels)
-    return dataclasses.replace(case, **draw(st.sampled_from(levels)))
+    case, fields = draw(drawn), split_level(draw(st.sampled_from(caches)))
+    size = get_block_size(fields["kv_cache"])
+    if size > 1:
+        fields |= {name: -(-getattr(case, name) // size) * size for name in ("head_dim", "v_head_dim")}
+    return dataclasses.replace(case, **fields)
 
 
 @st.composite

@@ -34,6 +34,7 @@ def attend_quantized(
     k_channel_zeros: jax.Array | None = None,
     v_token_scales: jax.Array | None = None,
     v_token_zeros: jax.Array | None = None,
+    out_dtype: Any = None,
     **options: Any,
 ) -> Any:
     """Compute attention over quantised pages, and return what `attention` returns.
@@ -52,10 +53,12 @@ def attend_quantized(
       k_channel_zeros: f32 `[pages, K, H]`, added to scaled keys.
       v_token_scales: f32 `[pages, page_size, K]`, scales of values.
       v_token_zeros: f32 `[pages, page_size, K]`, added to scaled values.
+      out_dtype: the dtype of `out` for queries in float8_e4m3fn, bfloat16 by default.
 
     Raises:
       ValueError: scales of a wrong shape or dtype; the message names them.
     """
+    options |= {"out_dtype": out_dtype}
     if k_block_scales is not None or v_block_scales is not None:
         _check_pages(k_pages, v_pages, tuple(_BLOCKS))
         dtype, size = _BLOCKS[str(k_pages.dtype)]
@@ -66,6 +69,8 @@ def attend_quantized(
                 ("v_block_scales", v_block_scales, v_pages),
             )
         )
+        if (k_global_scale is None) != (v_global_scale is None):
+            raise ValueError("k_global_scale and v_global_scale must be given together, as numbers")
         if k_global_scale is not None:
             options |= {"k_scale": k_global_scale, "v_scale": v_global_scale}
         return attention(q, k_pages, v_pages, stored=(PageScales(of_keys), PageScales(of_values)), **options)

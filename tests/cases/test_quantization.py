@@ -55,7 +55,7 @@ def test_stored_numbers_mean_what_they_were_up_to_half_a_step(cache: str) -> Non
 def test_scales_of_blocks_differ_from_their_neighbours_and_are_finite() -> None:
     for cache in quantization.BLOCK_CACHES:
         found = quantize_cache(_draw(0, 128), _draw(1, 128), cache)
-        size, dtype = quantization.get_block_format(cache)
+        size, dtype = quantization.get_block_size(cache), quantization.get_scale_dtype(cache)
         for stored, scales in zip((found.k, found.v), found.kv_scales, strict=True):
             assert scales.dtype == dtype
             assert scales.shape == (*stored.shape[:3], stored.shape[3] // size)

@@ -35,7 +35,8 @@ CASES = {
     "nvfp4-bf16": _format_case("kvnvfp4-block", "bf16"),
     "uint8": _format_case("kvuint8-channel", storage="shared5"),
     "uint8-bf16": _format_case("kvuint8-channel", "bf16"),
-    "queries": _format_case("kvfp8-sequence/qfp8", "bf16"),
+    "queries": _format_case("kvfp8-sequence/qfp8"),
+    "queries-bf16": _format_case("kvfp8-sequence/qfp8", "bf16"),
 }
 
 
