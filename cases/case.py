@@ -73,8 +73,8 @@ class Case(CaseFields):
                 form = form_registry.FORMS[spec.form]
                 if not form.takes_masks or self._find_sides() != Sides():  # without a mask, queries have no position
                     form.check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
-            in_pages = spec is not None and form_registry.FORMS[spec.form].scales
-            if self.kv_cache in quantization.READ_CACHES and not in_pages:
+            taken = () if spec is None else form_registry.FORMS[spec.form].scales
+            if self.kv_cache in quantization.READ_CACHES and not any(self.kv_cache in one.caches for one in taken):
                 raise ValueError(f"{self.kv_cache} is a cache in pages: the case needs such a storage")
             if not quantization.has_whole_blocks(self.kv_cache, self.head_dim, self.v_head_dim):
                 raise ValueError(f"{self.kv_cache} has scales of whole blocks, which do not divide {self.shape}")

@@ -131,6 +131,8 @@ def _draw_required(case: Case, attempt: int) -> Problem:
     if case.kv_cache is not None:
         cache = quantization.quantize_cache(k, v, case.kv_cache, None if case.stored is None else case.stored.size)
         k, v = cache.k, cache.v
+        if _has_tied_values(case):  # values are stored in keys, and share their scales
+            cache = dataclasses.replace(cache, kv_scales=(cache.kv_scales[0],) * 2)
         if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
             given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
             q = (q * dtype.type(2.0 ** round(math.log2(given)))).astype(dtype)

@@ -114,7 +114,7 @@ MODELS: tuple[Model, Model] = (
 """The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
-def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
+def add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
     """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported.
 
     A format is as `cases.quantization.split_level` takes it.
@@ -128,7 +128,8 @@ def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model
             shape = levels.get("shape")
             depths = levels.get("depths") if shape is None else shape.depths or levels.get("depths")
             level = levels.get("kv_cache")
-            return (depths is None or level is None or has_whole_blocks(level, *depths)) and model.compatible(levels)
+            fits = depths is None or level is None or has_whole_blocks(level, *depths[:2])
+            return fits and model.compatible(levels)
 
         axes = (*model.axes, Axis("kv_cache", caches, rare=True))
         return dataclasses.replace(model, axes=axes, assemble=assemble, compatible=is_compatible)
@@ -139,7 +140,7 @@ def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model
 
 WRITE_MODELS = build_write_models(MODELS)
 """The models for kernels that write pages."""
-BOTH_SCALE_MODELS = _add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
+BOTH_SCALE_MODELS = add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
 """The models for kernels that take pages with a scale for each token and head, and pages with one scale for all."""
 
 
@@ -151,7 +152,7 @@ def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Mode
 @functools.cache
 def _build_models(writes_pages: bool, caches: tuple[str, ...]) -> tuple[Model, Model]:
     models = WRITE_MODELS if writes_pages else MODELS
-    return _add_caches(models, None, *caches) if caches else models
+    return add_caches(models, None, *caches) if caches else models
 
 
 def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ import numpy as np
 from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.latent_pages_form import LATENT_SCALES, WHOLE_LATENT_SCALE
 from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
 from cases.storage_forms.paged_form import (
     BLOCK_SCALES,
@@ -308,7 +309,7 @@ class StoredCall:
             }
         return {
             **named,
-            **({} if kv_scales is None else _store_scales(kv_scales, kv_zeros, storage)),
+            **({} if kv_scales is None else _store_scales(kv_scales, kv_zeros, storage, is_tied=self.form.is_tied)),
             **({} if q_descale is None else {"q_descale": _gather_sequences(q_descale, storage)}),
             **pack_pairs(pairs, storage),
             **self.select_tables(storage),
@@ -371,9 +372,10 @@ class StoredCall:
         Without `out_dtype` if the call does not take it.
         """
         named = {name: x for name, x in arguments.items() if name != "out_dtype" or self.takes_out_dtype}
-        for pair, names in (("kv_scales", WHOLE_SCALES), ("kv_global_scales", GLOBAL_SCALES)):
+        of_all = WHOLE_LATENT_SCALE if self.form.is_tied else WHOLE_SCALES
+        for pair, names in (("kv_scales", of_all), ("kv_global_scales", GLOBAL_SCALES)):
             if (numbers := named.pop(pair, None)) is not None:
-                named |= dict(zip(names, numbers, strict=True))
+                named |= dict(zip(names, numbers, strict=False))  # values of latents share the scale of keys
         return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
@@ -414,10 +416,12 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _store_scales(
-    kv_scales: tuple[Any, Any], kv_zeros: tuple[Any, Any] | None, storage: Mapping[str, Any]
+    kv_scales: tuple[Any, Any], kv_zeros: tuple[Any, Any] | None, storage: Mapping[str, Any], *, is_tied: bool
 ) -> dict[str, Any]:
     """Return the arrays of scales and zero points by the call's names, in their stored form."""
     held, stale = storage["held"], storage["stale"]
+    if is_tied:  # values share the scales of keys
+        return {LATENT_SCALES[0]: _gather(kv_scales[0][..., None], held, stale)[..., 0, 0]}
     if kv_zeros is not None:
         named = zip((CHANNEL_SCALES, ZEROS), (kv_scales, kv_zeros), strict=True)
         return {

@@ -244,6 +244,16 @@ def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"
     )
 
 
+def _build_quantized_latent_implementation(name: str) -> Implementation:
+    """Declare latent attention in plain JAX for latents with scales; `paged_latent` covers the others."""
+    return dataclasses.replace(
+        build_latent_implementation(name),
+        description="latent attention over int8 or fp8 latents in pages, with scales, in plain JAX",
+        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        supports_case=_refuse_unscaled,
+    )
+
+
 def _build_latent_update_implementation(name: str) -> Implementation:
     """Declare latent attention in plain JAX that writes the new latents into pages first."""
     return dataclasses.replace(
@@ -270,6 +280,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
     _build_quantized_implementation("paged_quantized"),
     _build_scaled_update_implementation("paged_update_quantized"),
+    _build_quantized_latent_implementation("paged_latent_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
     _build_quantized_gpu_implementation("paged_quantized_gpu"),
     _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),

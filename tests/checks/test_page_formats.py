@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from cases.case_id import parse_case_id
@@ -15,6 +16,7 @@ from impls.contract.implementation import Implementation
 from reports.records import FAIL, PASS
 from tests.bank import PlantedBug
 from tests.checks.test_checks import judge
+from tests.planted.planting.latent import scaled_latent
 from tests.planted.planting.scaled_pages import build_at_once, build_by_page
 from tests.planted.planting.served import scaled, whole
 from tests.planted.serving.page_formats import BUGS, OFFERED
@@ -67,6 +69,33 @@ def test_our_kernel_passes(case: str, check: str) -> None:
 @pytest.mark.parametrize("check", ["forward", "residuals", "poison", "independence"])
 def test_a_correct_kernel_passes(build: Callable[..., Implementation], case: str, check: str) -> None:
     assert {one.verdict for one in judge(_build_right(build), case, check)} == {PASS}
+
+
+_OF_LATENTS = "prefill/f32/B4.T13.S45.N4.K1.H80.V64/own-l20-45-20-17-9/softcap2/scale0.144"
+LATENTS = {cache: f"{_OF_LATENTS}/{cache}/latent5-q13-1-1-9/normal/s0" for cache in ("kvint8-token", "kvfp8-tensor")}
+
+
+@pytest.mark.parametrize("case", LATENTS.values(), ids=LATENTS)
+@pytest.mark.parametrize("name", ["planted", "paged_latent_quantized"])
+def test_a_correct_kernel_of_latents_with_scales_passes(name: str, case: str) -> None:
+    kernel = scaled_latent("right") if name == "planted" else implementation_registry.find_implementation(name)
+    for check in ("forward", "residuals", "poison", "independence"):
+        assert {one.verdict for one in judge(kernel, case, check)} == {PASS}
+
+
+@pytest.mark.parametrize(
+    ("case", "scales"),
+    [
+        ("kvint8-token", lambda scales, scale: (scales, jnp.ones_like(scales), scale, scale)),
+        ("kvint8-token", lambda scales, scale: (jnp.roll(scales, 1, axis=1), scales, scale, scale)),
+        ("kvint8-token", lambda scales, scale: (scales[::-1], scales, scale, scale)),
+        ("kvfp8-tensor", lambda scales, scale: (scales, scales, scale, 1.0)),
+        ("kvfp8-tensor", lambda scales, scale: (scales, scales, scale * scale, scale)),
+    ],
+    ids=["values-unscaled", "of-the-next-row", "of-another-page", "value-unscaled", "key-scaled-twice"],
+)
+def test_wrong_scales_of_latents_are_red(case: str, scales: Callable[..., Any]) -> None:
+    assert FAIL in {one.verdict for one in judge(scaled_latent("wrong", scales), LATENTS[case], "forward")}
 
 
 def test_only_functions_with_the_parameters_get_the_cases() -> None:
