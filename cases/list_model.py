@@ -33,7 +33,9 @@ def add_list(case: Case, count: int) -> Case:
 def build_list_models(form: str | None, *, writes_pages: bool = False) -> tuple[Model, Model]:
     """Build the models of features and of sizes for a storage form; for dense operands if it is None."""
     if form is None:
-        return _add_lists(_add_head_masks(operand_model.build_plain_model())), _add_lists(size_model.MODEL, _SIZE_ENTRIES)
+        return _add_lists(_add_head_masks(operand_model.build_plain_model())), _add_lists(
+            size_model.MODEL, _SIZE_ENTRIES
+        )
     features, sizes = _find_models(form, writes_pages)
     return _add_lists(features), _add_lists(sizes, _SIZE_ENTRIES)
 
@@ -56,9 +58,7 @@ def _add_lists(model: Model, entries: Axis = _ENTRIES) -> Model:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         return add_list(model.assemble(levels, seed), levels["listed"])
 
-    return dataclasses.replace(
-        model, axes=(*model.axes, entries), assemble=assemble, strongest=min(3, model.strongest)
-    )
+    return dataclasses.replace(model, axes=(*model.axes, entries), assemble=assemble, strongest=min(3, model.strongest))
 
 
 # (entries of a list, left side of the window): lists shorter and longer than the window, lists of nearly all keys.

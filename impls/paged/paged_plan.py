@@ -37,6 +37,15 @@ class PagedPlan:
     score_mod: Callable[..., Any] | None = None
 
 
+class PageScales(NamedTuple):
+    """What turns the numbers of pages into keys or values, in order: scales, zero points, scales of sequences."""
+
+    # One for each of `blocks` equal parts of a row; `rows` is the page size, or 1 if all rows have the same.
+    scales: Shaped[Array, "pages rows K blocks"] | None = None
+    zeros: Float32[Array, "pages rows K blocks"] | None = None  # these are added
+    sequences: Float32[Array, "max_seqs K"] | None = None
+
+
 class Operands(NamedTuple):
     """Arrays of one call."""
 
@@ -50,6 +59,8 @@ class Operands(NamedTuple):
     k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
     v_scales: Float32[Array, "pages page_size K"] | None = None
     page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_copies`)
+    k_stored: Any = None  # `PageScales`: other scales of quantised pages
+    v_stored: Any = None
     mask: Bool[Array, "total_q S"] | None = None  # whether a query sees each key of its sequence
     tree_mask: Bool[Array, "total_q W"] | None = None  # whether it sees the key of each query of its sequence
     alibi_slopes: Float32[Array, " N"] | None = None

@@ -22,6 +22,7 @@ from impls.block_arithmetic import multiply, replace_neg_inf
 from impls.paged.paged_plan import (
     Operands,
     PagedPlan,
+    PageScales,
     QueryTiles,
     build_tiles,
     compute_allowed,
@@ -105,9 +106,13 @@ def _add_block(
     pages = operands.page_indices[tile.sequence]
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
-    rows = functools.partial(_gather_tokens, named, dtype=q.dtype)
-    k = rows(operands.k_pages, operands.k_scales)  # [block, K, H]
-    v = k[..., : plan.value_dim] if operands.v_pages is None else rows(operands.v_pages, operands.v_scales)
+    rows = functools.partial(_gather_tokens, named, tile.sequence, dtype=q.dtype)
+    k = rows(operands.k_pages, operands.k_scales, operands.k_stored)  # [block, K, H]
+    v = (
+        k[..., : plan.value_dim]
+        if operands.v_pages is None
+        else rows(operands.v_pages, operands.v_scales, operands.v_stored)
+    )
     q = q.astype(k.dtype)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
@@ -145,14 +150,37 @@ def _look_up_masks(plan: PagedPlan, operands: Operands, tile: _Tile, t: jax.Arra
     return sees
 
 
-def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
-    """Gather the tokens of the named pages, `[tokens, K, .]`, in `dtype`; in f32 if there are scales."""
+def _gather_tokens(
+    named: jax.Array,
+    sequence: jax.Array,
+    pages: jax.Array,
+    scales: jax.Array | None,
+    stored: PageScales | None,
+    *,
+    dtype: Any,
+) -> jax.Array:
+    """Gather the tokens of a sequence's named pages, `[tokens, K, .]`, in `dtype`; in f32 if there are scales."""
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
+    elif stored is not None:
+        rows = _dequantize(rows.astype(jnp.float32), named, sequence, stored)
     elif rows.dtype != dtype:  # 8-bit numbers, which every dtype of q represents exactly
         rows = rows.astype(jnp.float32).astype(dtype)
     return rows.reshape(-1, *pages.shape[2:])
+
+
+def _dequantize(rows: jax.Array, named: jax.Array, sequence: jax.Array, stored: PageScales) -> jax.Array:
+    """Turn the numbers of the named pages, f32 `[n, page_size, K, D]`, into keys or values."""
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x[named].astype(jnp.float32), rows.shape[-1] // x.shape[-1], axis=-1)
+
+    if stored.scales is not None:
+        rows = rows * spread(stored.scales)
+    if stored.zeros is not None:
+        rows = rows + spread(stored.zeros)
+    return rows if stored.sequences is None else rows * stored.sequences[sequence][:, None]
 
 
 def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
