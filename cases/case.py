@@ -73,6 +73,11 @@ class Case(CaseFields):
                 form = form_registry.FORMS[spec.form]
                 if not form.takes_masks or self._find_sides() != Sides():  # without a mask, queries have no position
                     form.check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
+            taken = () if spec is None else form_registry.FORMS[spec.form].scales
+            if self.kv_cache in quantization.READ_CACHES and not any(self.kv_cache in one.caches for one in taken):
+                raise ValueError(f"{self.kv_cache} is a cache in pages: the case needs such a storage")
+            if not quantization.has_whole_blocks(self.kv_cache, self.head_dim, self.v_head_dim):
+                raise ValueError(f"{self.kv_cache} has scales of whole blocks, which do not divide {self.shape}")
         except ValueError as error:
             raise CaseIdError(str(error)) from error
 
@@ -175,7 +180,7 @@ class Case(CaseFields):
         if self.kv_cache:
             found += quantization.list_cache_features(self.kv_cache)
         if self.q_fp8:
-            found.append("q_fp8")
+            found.append("q_descale" if self.kv_cache in quantization.SEQUENCE_CACHES else "q_fp8")
         return tuple(found)
 
     def _list_stored_mask_features(self) -> tuple[str, ...]:
@@ -232,17 +237,22 @@ FEATURES: dict[str, str] = {
     "kv_token_scales": "a scale of stored keys and values for each token and head",
     "kv_head_scales": "a scale of stored keys and values for each head",
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
+    "kv_sequence_scales": "a scale of stored keys and values for each sequence and head",
+    "kv_mxfp8": "keys and values stored as mxfp8: float8_e4m3fn, with a scale for each 32 coordinates",
+    "kv_nvfp4": "keys and values stored as nvfp4: float4_e2m1fn, with a scale for each 16 coordinates and one for all",
+    "kv_channel_scales": "keys stored as uint8 by channel in pages, values by token, with scales and zero points",
     "kv_writes_scaled": "new keys and values divided by given scales and written as int8 or fp8",
     "kv_writes_computed": "new keys and values written as int8 or fp8 with scales that are computed and written too",
     "q_fp8": "queries as float8_e4m3fn, with one scale for all",
+    "q_descale": "queries as float8_e4m3fn, with a scale for each sequence and key/value head",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
-OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES | {"q_fp8"}
+OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES | {"q_fp8", "q_descale"}
 """Features that a case has because of its optional operands."""
 
 OPT_IN = (
     mask_spec.OPT_IN
-    | {"captures", "dropout", "later_pages", "packed_segments", "q_fp8"}
+    | {"captures", "dropout", "later_pages", "packed_segments", "q_fp8", "q_descale"}
     | {operand.name for operand in REMOVABLE if operand.opt_in}
     | KV_FEATURES
     | set(form_registry.FORMS)
@@ -261,6 +271,6 @@ def _check_operand(operand: OptionalOperand, value: Any) -> None:
     if value == operand.absent:
         return
     if operand.number is None:
-        _check_choice(operand.field, value, operand.levels)
+        _check_choice(operand.field, value, (*operand.levels, *operand.stored_levels))
     elif not 0 < value < math.inf:
         raise CaseIdError(f"{operand.name.replace('_', ' ')} must be positive and finite, got {value}")

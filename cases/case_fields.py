@@ -91,8 +91,11 @@ class CallOperands:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
-    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K], [B, K], [] or [B, S, K, blocks]
+    kv_global_scales: tuple[float, float] | None = None  # these multiply all keys and all values too
+    kv_zeros: tuple[np.ndarray, np.ndarray] | None = None  # of the shapes of `kv_scales`; added to scaled numbers
     q_scale: float | None = None  # a call gets the float8_e4m3fn numbers `q / q_scale`, which are exact
+    q_descale: np.ndarray | None = None  # [B, K], in place of `q_scale`: one for each sequence and key/value head
     computes_scales: bool = False  # whether a call computes `kv_scales` of new tokens itself, with errors of rounding
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
@@ -111,8 +114,10 @@ class CallOperands:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
                 object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
-            if self.kv_scales is not None and not self.has_whole_scales:
+            if self.kv_scales is not None and self.kv_scales[0].ndim > 2:  # scales of tokens lie where their keys lie
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
+            if self.kv_zeros is not None:
+                object.__setattr__(self, "kv_zeros", tuple(map(self.storage.settle, self.kv_zeros)))
         if self.score_mod is not None:  # a score depends on the position of the last query
             # Functions of places get the positions of stored queries in their sequences.
             lengths = (self.q.shape[1], self.k.shape[1]) if self.storage is None else (0, 0)
@@ -149,12 +154,31 @@ class CallOperands:
     @functools.cached_property
     def keys(self) -> np.ndarray:
         """The keys, dequantised, in float64."""
-        return _dequantize(self.k, None if self.kv_scales is None else self.kv_scales[0])
+        return self._dequantize(self.k, 0)
 
     @functools.cached_property
     def values(self) -> np.ndarray:
         """The values, dequantised, in float64."""
-        return _dequantize(self.v, None if self.kv_scales is None else self.kv_scales[1])
+        return self._dequantize(self.v, 1)
+
+    def _dequantize(self, stored: np.ndarray, side: int) -> np.ndarray:
+        """Return stored numbers times their scales, if they have any, in float64; `side` is 1 for values."""
+        if self.kv_scales is None:
+            return stored.astype(np.float64)
+        factor = 1.0 if self.kv_global_scales is None else self.kv_global_scales[side]
+        zeros = None if self.kv_zeros is None else self.kv_zeros[side]
+        return quantization.dequantize(stored, self.kv_scales[side], factor, zeros)
+
+    @functools.cached_property
+    def sizes_with_zeros(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The magnitudes of scaled keys plus those of their zero points, and of values likewise; None without these."""
+        if self.kv_scales is None or self.kv_zeros is None:
+            return None
+        k, v = (
+            np.abs(quantization.dequantize(x, scales)) + np.abs(quantization.spread_scales(zeros, x.shape[-1]))
+            for x, scales, zeros in zip((self.k, self.v), self.kv_scales, self.kv_zeros, strict=True)
+        )
+        return k, v
 
     @property
     def effective_scale(self) -> float:
@@ -218,8 +242,3 @@ def _find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarr
     q_ids, kv_ids = segment_ids
     found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
     return found
-
-
-def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    """Return stored numbers times their scales, if they have any, in float64."""
-    return stored.astype(np.float64) if scales is None else quantization.dequantize(stored, scales)

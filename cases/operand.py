@@ -98,6 +98,7 @@ class OptionalOperand(LogitOperand):
       form: the operand's component of a case id, as messages show it. If it has a number, the last letter stands for
         the number.
       levels: the values of the field other than its default; for a number, one usual value. True stands for `form`.
+      stored_levels: further values of the field, for cases with stored operands only.
       number: regular expression of a component that holds a number; None if the component is the level itself.
 
     In words:
@@ -137,6 +138,7 @@ class OptionalOperand(LogitOperand):
     field: str
     form: str
     levels: tuple[Any, ...]
+    stored_levels: tuple[str, ...] = ()
     number: re.Pattern[str] | None = None
     description: str = ""
     words: str
@@ -176,7 +178,7 @@ class OptionalOperand(LogitOperand):
         """The components of a case id that ask for the operand, as messages list them."""
         if self.number is not None:
             return (self.form,)
-        return tuple(self.form if level is True else level for level in self.levels)
+        return tuple(self.form if level is True else level for level in (*self.levels, *self.stored_levels))
 
     def write(self, value: Any) -> str:
         """Return the component of a case id that asks for `value`."""

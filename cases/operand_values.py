@@ -127,23 +127,30 @@ def _draw_required(case: Case, attempt: int) -> Problem:
     else:
         operands = _draw_queries_keys_values(case, attempt)
     q, k, v = (x.astype(dtype) for x in operands)
-    scales = None
+    cache = None
     if case.kv_cache is not None:
-        (k, k_scales), (v, v_scales) = (quantization.quantize(x, case.kv_cache) for x in (k, v))
-        scales = k_scales, v_scales
+        cache = quantization.quantize_cache(k, v, case.kv_cache, None if case.stored is None else case.stored.size)
+        k, v = cache.k, cache.v
+        if _has_tied_values(case):  # values are stored in keys, and share their scales
+            cache = dataclasses.replace(cache, kv_scales=(cache.kv_scales[0],) * 2)
         if case.kv_cache in quantization.UNIT_CACHES:  # logits stay as they are with fitting scales
             given = quantization.quantize(operands[1].astype(dtype), case.kv_cache.replace("unit", "given"))[1]
             q = (q * dtype.type(2.0 ** round(math.log2(given)))).astype(dtype)
-    q_scale = None
-    if case.q_fp8:
+    q_scale, q_descale = None, None
+    if case.q_fp8 and case.kv_cache in quantization.SEQUENCE_CACHES:
+        q, q_descale = quantization.quantize_queries_by_sequence(q, case.num_kv_heads)
+    elif case.q_fp8:
         q, q_scale = quantization.quantize_queries(q)
     return Problem(
         q=q,
         k=k,
         v=v,
         q_scale=q_scale,
+        q_descale=q_descale,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
-        kv_scales=scales,
+        kv_scales=None if cache is None else cache.kv_scales,
+        kv_global_scales=None if cache is None else cache.kv_global_scales,
+        kv_zeros=None if cache is None else cache.kv_zeros,
         computes_scales=case.kv_cache in quantization.COMPUTED_CACHES,
         dropout_rate=case.dropout_rate,
         dropout_key=None if case.dropout_rate is None else draw_dropout_key(case),
@@ -175,15 +182,30 @@ def build_hollow_problem(case: Case) -> Problem:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     tokens = (case.batch, case.kv_length, case.num_kv_heads)
+    depths = (case.head_dim, case.v_head_dim)
     held = DTYPES[case.dtype] if case.kv_cache is None else quantization.get_stored_dtype(case.kv_cache)
     whole = quantization.has_whole_scales(case.kv_cache)
-    scales = np.ones((), np.float32) if whole else make_zeros(*tokens, dtype=np.float32)
+    by_sequence = (case.batch, case.num_kv_heads)
+    is_by_sequence = case.kv_cache in quantization.SEQUENCE_CACHES
+    shape = by_sequence if is_by_sequence else tokens
+    scales: tuple[np.ndarray, np.ndarray] = (
+        (np.ones((), np.float32),) * 2 if whole else (make_zeros(*shape, dtype=np.float32),) * 2
+    )
+    if case.kv_cache in quantization.BLOCK_CACHES:
+        size, dtype = quantization.get_block_size(case.kv_cache), quantization.get_scale_dtype(case.kv_cache)
+        k_scales, v_scales = (make_zeros(*tokens, depth // size, dtype=dtype) for depth in depths)
+        scales = k_scales, v_scales
+    if case.kv_cache in quantization.CHANNEL_CACHES:
+        scales = make_zeros(*tokens, case.head_dim, dtype=np.float32), scales[1]
     problem = Problem(
         q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
         k=make_zeros(*tokens, case.head_dim, dtype=held),
         v=make_zeros(*tokens, case.v_head_dim, dtype=held),
-        kv_scales=None if case.kv_cache is None else (scales, scales),
-        q_scale=1.0 if case.q_fp8 else None,
+        kv_scales=None if case.kv_cache is None else scales,
+        kv_zeros=scales if case.kv_cache in quantization.CHANNEL_CACHES else None,
+        kv_global_scales=(1.0, 1.0) if case.kv_cache == "kvnvfp4-block" else None,
+        q_scale=1.0 if case.q_fp8 and not is_by_sequence else None,
+        q_descale=make_zeros(*by_sequence, dtype=np.float32) if case.q_fp8 and is_by_sequence else None,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         storage=_draw_storage(case),
         tied=_has_tied_values(case),

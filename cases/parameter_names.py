@@ -33,7 +33,7 @@ _OTHER_NAMES: dict[str, str] = {
     "save_residuals": "return_lse return_logsumexp return_softmax_lse return_residual return_residuals return_logits "
     "return_attn_probs return_attention_scores return_softmax return_max_logits",
     "page_indices": "block_table block_tables page_table page_tables",
-    "kv_scales": "k_scale v_scale k_descale v_descale",
+    "kv_scales": "k_scale v_scale k_descale v_descale descale_k descale_v",
 }
 _OPERAND_OF = {name: operand for operand, names in _OTHER_NAMES.items() for name in (operand, *names.split())}
 _TUNING = re.compile(

@@ -54,6 +54,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_latent_tpu",
         "paged_quantized",
         "paged_update_quantized",
+        "paged_latent_quantized",
         "paged_quantized_tpu",
         "paged_quantized_gpu",
         "paged_quantized_gpu_mosaic",

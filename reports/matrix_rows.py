@@ -21,7 +21,8 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "storage": (*FORMS, "later_pages", "packed_segments"),
     "quantised cache": (
         *("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
-        *("kv_writes_scaled", "kv_writes_computed", "q_fp8"),
+        *("kv_sequence_scales", "kv_mxfp8", "kv_nvfp4", "kv_channel_scales"),
+        *("kv_writes_scaled", "kv_writes_computed", "q_fp8", "q_descale"),
     ),
 }
 """The names of features by kind, in the order of the matrix rows."""

@@ -14,7 +14,7 @@ import numpy as np
 from cases.case_fields import CallOperands
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_array, validate_pair
-from cases.quantization import KV_CACHES, WHOLE_CACHES, WRITTEN_CACHES
+from cases.quantization import KV_CACHES, READ_CACHES, WHOLE_CACHES, WRITTEN_CACHES
 
 
 def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
@@ -41,6 +41,7 @@ OPERAND = OptionalOperand(
     field="kv_cache",
     form="kvKIND-BY",
     levels=(*KV_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES),
+    stored_levels=READ_CACHES,
     words="a quantised cache",
     grid_levels=KV_CACHES,
     special=1.0,

@@ -9,6 +9,7 @@ support no other rank.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
+from cases.quantization import PAGED_CACHES, WHOLE_CACHES, list_cache_features
 from cases.storage_forms import paged_cases
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, build_case
 from cases.storage_forms.page_write_cases import build_write_models
@@ -81,13 +83,21 @@ MODELS = (
 _WRITTEN_DEPTHS = dataclasses.replace(
     DEPTHS, levels=tuple(Sizes(72, 64) if depths.first == depths.second else depths for depths in DEPTHS.levels)
 )
+_CACHES = (*PAGED_CACHES, *WHOLE_CACHES)
 WRITE_MODELS = build_write_models((_build_model(paged_cases.MODELS[0], HEADS, _WRITTEN_DEPTHS), MODELS[1]))
 """The models for kernels that write latents into pages."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
-    """Return the models for a kernel, from whether it writes pages; no opt-in feature changes them."""
-    return WRITE_MODELS if writes_pages else MODELS
+    """Return the models for a kernel, from whether it writes pages and from the scales that it takes."""
+    if writes_pages:
+        return WRITE_MODELS
+    return _build_read_models(tuple(cache for cache in _CACHES if offers.issuperset(list_cache_features(cache))))
+
+
+@functools.cache
+def _build_read_models(caches: tuple[str, ...]) -> tuple[Model, Model]:
+    return paged_cases.add_caches(MODELS, None, *caches) if caches else MODELS
 
 
 DRAWN_HEADS = (1, 2, 4, 8, 16, 20)
@@ -98,13 +108,13 @@ DRAWN_SCALES = (0.072, 0.144, 0.3, 1.0)
 
 def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Case]:
     own = tuple(phase for phase in ("prefill", "decode") if phase in phases)
-    return _draw_latents(own) if own else st.nothing()
+    return _draw_latents(own, caches) if own else st.nothing()
 
 
 @st.composite
-def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
+def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...], caches: Caches) -> Case:
     """Draw a paged case, then replace its keys and values by latents of any rank and rotary dimensions."""
-    case = draw(paged_cases.draw_paged_cases(phases))
+    case = draw(paged_cases.draw_paged_cases(phases, caches))
     rank = draw(st.sampled_from(DRAWN_RANKS))
     return convert_to_latents(
         dataclasses.replace(
@@ -159,6 +169,7 @@ CASES = FormCases(
     find_models=find_models,
     plain=Case(mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"),
     draw_cases=_draw_cases,
+    caches=(None, *_CACHES),
     further_sequences={
         "forty": {
             "phase": "decode",

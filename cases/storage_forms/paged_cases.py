@@ -25,8 +25,13 @@ from cases.quantization import (
     PAGED_CACHES,
     PAGES_HOLD,
     QUERIES,
+    READ_CACHES,
+    SEQUENCE_CACHES,
     UNIT_CACHES,
     WHOLE_CACHES,
+    get_block_size,
+    has_whole_blocks,
+    list_cache_features,
     split_level,
 )
 from cases.storage_forms import paged_form
@@ -109,7 +114,7 @@ MODELS: tuple[Model, Model] = (
 """The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
-def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
+def add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model, Model]:
     """Return `models` with the formats `caches` as one more axis, which is left out if only the first is supported.
 
     A format is as `cases.quantization.split_level` takes it.
@@ -119,7 +124,15 @@ def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
             return dataclasses.replace(model.assemble(levels, seed), **split_level(levels["kv_cache"]))
 
-        return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
+        def is_compatible(levels: Mapping[str, Any]) -> bool:
+            shape = levels.get("shape")
+            depths = levels.get("depths") if shape is None else shape.depths or levels.get("depths")
+            level = levels.get("kv_cache")
+            fits = depths is None or level is None or has_whole_blocks(level, *depths[:2])
+            return fits and model.compatible(levels)
+
+        axes = (*model.axes, Axis("kv_cache", caches, rare=True))
+        return dataclasses.replace(model, axes=axes, assemble=assemble, compatible=is_compatible)
 
     features, sizes = models
     return add(features), add(sizes)
@@ -127,7 +140,7 @@ def _add_caches(models: tuple[Model, Model], *caches: str | None) -> tuple[Model
 
 WRITE_MODELS = build_write_models(MODELS)
 """The models for kernels that write pages."""
-BOTH_SCALE_MODELS = _add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
+BOTH_SCALE_MODELS = add_caches(MODELS, None, *PAGED_CACHES, *WHOLE_CACHES)
 """The models for kernels that take pages with a scale for each token and head, and pages with one scale for all."""
 
 
@@ -139,7 +152,7 @@ def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Mode
 @functools.cache
 def _build_models(writes_pages: bool, caches: tuple[str, ...]) -> tuple[Model, Model]:
     models = WRITE_MODELS if writes_pages else MODELS
-    return _add_caches(models, None, *caches) if caches else models
+    return add_caches(models, None, *caches) if caches else models
 
 
 def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
@@ -151,11 +164,14 @@ def _list_caches(writes_pages: bool, offers: frozenset[str]) -> tuple[str, ...]:
         given = (*GIVEN_CACHES, *UNIT_CACHES) if "kv_writes_scaled" in offers else ()
         caches = (*given, *(COMPUTED_CACHES if "kv_writes_computed" in offers else ()))
     else:
-        whole = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        whole: tuple[str, ...] = WHOLE_CACHES if "kv_tensor_scales" in offers else ()
+        whole += tuple(cache for cache in READ_CACHES if offers.issuperset(list_cache_features(cache)))
         caches = (*(PAGED_CACHES if "kv_token_scales" in offers or not whole else ()), *whole)
-    if "q_fp8" not in offers:
-        return caches
-    return (*caches, *(cache + QUERIES for cache in caches if cache.startswith("kvfp8")))
+    queries = {cache: "q_descale" if cache in SEQUENCE_CACHES else "q_fp8" for cache in caches}
+    return (
+        *caches,
+        *(cache + QUERIES for cache in caches if cache.startswith("kvfp8") and queries[cache] in offers),
+    )
 
 
 # Pages of one token, pages shorter and longer than spans and chunks.
@@ -192,7 +208,11 @@ def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.Se
 
 @st.composite
 def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
-    return dataclasses.replace(draw(drawn), **split_level(draw(st.sampled_from(caches))))
+    case, fields = draw(drawn), split_level(draw(st.sampled_from(caches)))
+    size = get_block_size(fields["kv_cache"])
+    if size > 1:
+        fields |= {name: -(-getattr(case, name) // size) * size for name in ("head_dim", "v_head_dim")}
+    return dataclasses.replace(case, **fields)
 
 
 @st.composite
@@ -305,6 +325,16 @@ def _build_compiled() -> tuple[Case, ...]:
         build_case(
             (16, 512), (8, 2), (64, 64), "tree-16-9_at-512-90", batch=2, phase="prefill", storage="paged16-q16-9"
         ),
+        build_case(
+            (64, 512),
+            (6, 2),
+            (128, 128),
+            "dense-d40_at-512-300",
+            batch=2,
+            phase="prefill",
+            storage="paged16-q64-1",
+            score="score-rows",
+        ),
     )
 
 
@@ -374,17 +404,32 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     long: dict[str, Any] = {**LONG_LENGTHS, "heads": (8, 2), "depths": (128, 128), "storage": "paged16-q2-1-0"}
     mixed: dict[str, Any] = {**MIXED_LENGTHS, "heads": (4, 2), "depths": (64, 64), "storage": "paged16-q20-1-1-0-1"}
     window: dict[str, Any] = {**WINDOW_LENGTHS, "depths": (64, 64), "storage": "shared16-q1-9-9"}
+    masked: dict[str, Any] = {"lengths": (9, 130), "batch": 3, "phase": "prefill", "storage": "paged16-q9-1-5"}
     return (
         (build_case(**mixed), build_case(**long), build_case(**long, kv_cache="kvint8-tensor")),
         (build_case(**window, heads=(4, 1)),),
         (build_case(**long),),  # bf16, whole lanes and an even number of heads, which a kernel may read in pairs
         (build_case(**mixed, kv_cache="kvint8-token"),),
         (build_case(**window, heads=(4, 2), kv_cache="kvfp8-token"),),
+        # Masks over sequences: later keys and operands of heads, and trees of drafted tokens.
+        (
+            build_case(
+                **masked,
+                mask="window-l60-r9_at-130-77-9",
+                heads=(6, 2),
+                depths=(64, 64),
+                dtype="f32",
+                alibi=True,
+                logit_scale=True,
+            ),
+        ),
+        (build_case(**masked, mask="tree-9-1-5_at-130-77-9", heads=(4, 2), depths=(128, 128)),),
     )
 
 
 # What calls with queries in fp8 take, for server traces and drawn cases.
 _QUERY_CACHES = tuple(cache + QUERIES for cache in ("kvfp8-token", "kvfp8-tensor", "kvfp8-given", "kvfp8-computed"))
+_QUERY_CACHES += ("kvfp8-sequence" + QUERIES,)
 _PROFILE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
 
 

@@ -3,8 +3,8 @@
     attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
 
 `q` is `[total_q, N, H]`, `k_pages` is `[pages, page_size, K, H]` and `v_pages` is `[pages, page_size, K, V]`. If pages
-are quantised, the function also gets `k_scales` and `v_scales`, f32 `[pages, page_size, K]`, or the numbers `k_scale`
-and `v_scale`. `cases.storage_forms.page_writes` describes functions that write pages.
+are quantised, the function also gets `k_scales` and `v_scales`, f32 `[pages, page_size, K]`, the numbers `k_scale` and
+`v_scale`, or other scales (`PAGED.scales`). `cases.storage_forms.page_writes` describes functions that write pages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cases import quantization
 from cases.counter_rng import draw_integers
 from cases.storage_forms.packed_form import compute_max_seqs, compute_padding
 from cases.storage_forms.storage_form import (
@@ -30,14 +31,30 @@ SCALES = ("k_scales", "v_scales")
 """The parameters that take a scale for each row of a page and head, f32 `[pages, page_size, K]`."""
 WHOLE_SCALES = ("k_scale", "v_scale")
 """The parameters that take one scale for all keys and one for all values, as Python numbers."""
-QUERY_PARAMETERS = ("q_scale", "out_dtype")
-"""The parameters for queries in fp8: their scale, a Python number, and the dtype of `out`."""
+DESCALES = ("k_descale", "v_descale")
+"""The parameters that take a scale for each sequence and head, f32 `[max_seqs, K]`."""
+BLOCK_SCALES = ("k_block_scales", "v_block_scales")
+"""The parameters that take a scale for each block of a row, `[pages, page_size, K, blocks]`."""
+GLOBAL_SCALES = ("k_global_scale", "v_global_scale")
+"""The parameters that take the scales over all blocks of keys and of values, as Python numbers."""
+CHANNEL_SCALES = ("k_channel_scales", "v_token_scales")
+"""The parameters for scales with zero points: of keys f32 `[pages, K, H]`, of values f32 `[pages, page_size, K]`."""
+ZEROS = ("k_channel_zeros", "v_token_zeros")
+"""The parameters for their zero points, of the same shapes."""
+QUERY_PARAMETERS = ("q_scale", "q_descale", "out_dtype")
+"""The parameters for queries in fp8: their scale, a Python number or f32 `[max_seqs, K]`, and the dtype of `out`."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 """The features of pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
 """The features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 WRITTEN_FEATURES = WHOLE_FEATURES | {"kv_writes_scaled"}
 """The features of calls that write such pages (`cases.quantization.GIVEN_CACHES`)."""
+SEQUENCE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_sequence_scales"})
+"""The features of pages with a scale for each sequence and head (`cases.quantization.SEQUENCE_CACHES`)."""
+BLOCK_FEATURES = frozenset({"kv_mxfp8", "kv_nvfp4"})
+"""The features of pages with scales of blocks (`cases.quantization.BLOCK_CACHES`)."""
+CHANNEL_FEATURES = frozenset({"kv_channel_scales"})
+"""The features of pages with zero points (`cases.quantization.CHANNEL_CACHES`)."""
 COMPUTED_FEATURES = SCALED_FEATURES | {"kv_writes_computed"}
 """The features of calls that write pages and compute their scales (`cases.quantization.COMPUTED_CACHES`)."""
 REQUIRED = {
@@ -138,9 +155,9 @@ def build_layout(
     # A third of the entries that no kernel may use are valid page numbers, as stale entries of a server's table are.
     there = draw_integers(seed, "stale", indices.shape, 3) == 0
     indices = np.where(there, draw_integers(seed, "stale_pages", indices.shape, len(held)), indices).astype(np.int32)
-    owner = list_own_keys(batch, kv_length)
+    owner, rows = list_own_keys(batch, kv_length), np.full(max_seqs, NOBODY, np.int32)
     for n, request in enumerate(requests):
-        kv_lens[n] = request.keys
+        kv_lens[n], rows[n] = request.keys, request.row
         indices[n, : len(request.pages)] = request.pages
         j = np.arange(request.keys)
         owner[request.row, : request.keys] = held[np.array(request.pages, int)[j // size], j % size]
@@ -151,6 +168,7 @@ def build_layout(
         places=queries.places,
         held=held,
         owner=owner,
+        rows=rows,
         tables={
             "kv_lens": kv_lens,
             "page_indices": indices,
@@ -181,8 +199,10 @@ PAGED = StorageForm(
     describe_layout=describe_layout,
     tables=TABLES,
     parameters=(
-        *(*TABLES, *SCALES, *WHOLE_SCALES, *QUERY_PARAMETERS, "causal", "window"),
-        *("indices", "local_window", *MASK_PARAMETERS, *STORED_OPERANDS, *_FURTHER, "save_residuals"),
+        *(*TABLES, *SCALES, *WHOLE_SCALES, *DESCALES, *BLOCK_SCALES, *GLOBAL_SCALES),
+        *(*CHANNEL_SCALES, *ZEROS, *QUERY_PARAMETERS),
+        *("causal", "window", "indices", "local_window", *MASK_PARAMETERS),
+        *(*STORED_OPERANDS, *_FURTHER, "save_residuals"),
     ),
     required=REQUIRED,
     marks=("page_indices",),
@@ -196,14 +216,54 @@ PAGED = StorageForm(
             ),
             features=SCALED_FEATURES,
             written_features=COMPUTED_FEATURES,
-            as_numbers=False,
+            caches=(*quantization.PAGED_CACHES, *quantization.COMPUTED_CACHES),
         ),
         ScaleParameters(
             names=WHOLE_SCALES,
             descriptions=("the scale of all k_pages, a number", "the scale of all v_pages, a number"),
             features=WHOLE_FEATURES,
             written_features=WRITTEN_FEATURES,
-            as_numbers=True,
+            caches=(*quantization.WHOLE_CACHES, *quantization.GIVEN_CACHES, *quantization.UNIT_CACHES),
+        ),
+        ScaleParameters(
+            names=DESCALES,
+            descriptions=(
+                "the scales of the keys of each sequence, [max_seqs, K]",
+                "the scales of the values of each sequence, [max_seqs, K]",
+            ),
+            features=SEQUENCE_FEATURES,
+            caches=quantization.SEQUENCE_CACHES,
+        ),
+        ScaleParameters(
+            names=BLOCK_SCALES,
+            descriptions=(
+                "the scales of blocks of keys, [pages, page_size, K, H / 32]",
+                "the scales of blocks of values, [pages, page_size, K, V / 32]",
+            ),
+            features=frozenset({"kv_mxfp8"}),
+            caches=("kvmxfp8-block",),
+        ),
+        ScaleParameters(
+            names=(*BLOCK_SCALES, *GLOBAL_SCALES),
+            descriptions=(
+                "the scales of blocks of keys, [pages, page_size, K, H / 16]",
+                "the scales of blocks of values, [pages, page_size, K, V / 16]",
+                "the scale over all keys, a number",
+                "the scale over all values, a number",
+            ),
+            features=frozenset({"kv_nvfp4"}),
+            caches=("kvnvfp4-block",),
+        ),
+        ScaleParameters(
+            names=(*CHANNEL_SCALES, *ZEROS),
+            descriptions=(
+                "the scales of the channels of keys in each page, [pages, K, H]",
+                "the scales of values, [pages, page_size, K]",
+                "the zero points of the channels of keys, [pages, K, H]",
+                "the zero points of values, [pages, page_size, K]",
+            ),
+            features=CHANNEL_FEATURES,
+            caches=quantization.CHANNEL_CACHES,
         ),
     ),
     example="paged16",

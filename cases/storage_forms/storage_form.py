@@ -80,13 +80,13 @@ class StoredCase(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleParameters:
-    """A pair of parameters by which a user's function takes the scales of a quantised cache."""
+    """The parameters by which a user's function takes the scales of a quantised cache."""
 
-    names: tuple[str, str]  # the names of the two parameters, for the scales of keys and of values
-    descriptions: tuple[str, str]  # what each of the two parameters holds, for messages
-    features: frozenset[str]  # the features that a function with both parameters offers
+    names: tuple[str, ...]  # the names of the parameters, for the scales of keys and of values
+    descriptions: tuple[str, ...]  # what each parameter holds, for messages
+    features: frozenset[str]  # the features that a function with all of the parameters offers
     written_features: frozenset[str] = frozenset()  # the same for a function that writes the cache; empty if none may
-    as_numbers: bool  # whether the scales are Python numbers, one for all keys and one for all values
+    caches: tuple[str, ...]  # the caches whose scales the parameters take (`cases.quantization`)
 
 
 def accept_all_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, extra: str | None) -> None:

@@ -38,6 +38,9 @@ class Storage:
     # sequences share a page.
     owner: np.ndarray
     tables: Mapping[str, np.ndarray]  # the arrays by which a kernel finds queries and keys, by name
+    # For each row of the tables, its batch row in the dense problem, or `NOBODY`, `[max_seqs]`. None if no array of the
+    # form has such rows.
+    rows: np.ndarray | None = None
     # The number that fills memory without an operand of the problem. None for the worst number that the kernel must
     # tolerate: NaN, or a finite number if the kernel declares that such memory must be finite.
     stale: float | None = None

@@ -15,7 +15,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import LOCAL_WINDOW, Mask, MaskFunction, Tree, iter_leaves, split_lists
 from cases.operand_registry import OPTIONAL
-from cases.quantization import PAGES_HOLD, WRITTEN_CACHES
+from cases.quantization import WRITTEN_CACHES
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import (
@@ -134,8 +134,8 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         taken = operand.stored or scaled or operand.name in described.further_operands
         if not taken and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {form} call has no such operand"
-    if case.kv_cache not in PAGES_HOLD:
-        return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
+    if case.kv_cache is not None and not any(case.kv_cache in one.caches for one in described.scales):
+        return f"kv_scales: {described.noun} do not hold {case.kv_cache}"
     if case.kv_cache is not None and writes != (case.kv_cache in WRITTEN_CACHES):
         return f"kv_scales: {case.kv_cache} is for calls that {'read' if writes else 'write'} pages"
     if "indices" in case.features and "indices" not in described.parameters:

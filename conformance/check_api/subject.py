@@ -135,13 +135,17 @@ class Subject:
         """The expectation for the keys and values before they were quantised; None without a quantised cache.
 
         The bounds include the error of quantisation. There is none if queries are quantised too, or if the call writes
-        the cache: it is then given values of its own, some of which are too large to be stored.
+        the cache: it is then given values of its own, some of which are too large to be stored. There is none either if
+        sequences share stored keys and have scales of their own.
         """
         quantized = self.problem
-        if quantized.kv_scales is None or quantized.q_scale is not None or self.implementation.writes_pages:
+        if quantized.kv_scales is None or self.case.q_fp8 or self.implementation.writes_pages:
             return None
-        pairs = zip((quantized.k, quantized.v), quantized.kv_scales, strict=True)
-        k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)
+        if quantized.kv_scales[0].ndim == 2 and quantized.storage is not None and quantized.storage.shares:
+            return None
+        factors = quantized.kv_global_scales or (1.0, 1.0)
+        stored = zip((quantized.k, quantized.v), quantized.kv_scales, factors, strict=True)
+        k_steps, v_steps = (quantization.compute_half_steps(*each) for each in stored)
         plain = draw_problem(dataclasses.replace(self.case, kv_cache=None))
         errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
         return self._compute_expectation(plain, inexact=errors)

@@ -19,6 +19,7 @@ from cases.masks import Causal, Dense
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.operand_values import Problem, draw_problem
+from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.stored_cases import list_other_masks
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
@@ -241,7 +242,9 @@ def _check_special_values(operand: OptionalOperand, pair: ProblemPair) -> Iterat
 def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Iterator[Case]:
     """Yield cases with `factor` times as many heads that have the operand: alone, or for stored operands as `case`."""
     for level in operand.levels:
-        with_operand = {operand.field: level}
+        with_operand: dict[str, Any] = {operand.field: level}
+        if operand.field == "soft_cap" and case.score in CAPPING:
+            with_operand["score"] = None
         if case.storage is None:
             for phase in ("prefill", "decode"):
                 call = {"phase": phase, "mask": "causal", "times_heads": factor, **with_operand}

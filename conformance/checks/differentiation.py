@@ -132,7 +132,7 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
         for step, pair in problems.items():
             ahead, behind = (_run_moved(subject, _OPERAND[name], problem) for problem in pair)
             difference = (ahead.out - behind.out) * weights
-            moved = ahead.operand - behind.operand
+            moved = _subtract(ahead.operand, behind.operand)
             discrepancy[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
             distance = float(np.abs(moved).max())
         error = abs(discrepancy[_STEP / 2])
@@ -172,6 +172,12 @@ def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
     """Run the call without residuals on a problem with a moved operand; unjudged rows of `out` become zero."""
     out = subject.run_forward(problem).values["out"].astype(np.float64)
     return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
+
+
+def _subtract(ahead: np.ndarray, behind: np.ndarray) -> np.ndarray:
+    """Return `ahead - behind`, and 0 where both are equal: a sink of minus infinity cannot be moved."""
+    with np.errstate(invalid="ignore"):
+        return np.where(ahead == behind, 0.0, ahead - behind)
 
 
 def _find_unchanged_choices(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
@@ -292,4 +298,4 @@ def _compute_discrepancy(
         gradients = subject.run_gradients(problem, cotangent).values
         ends.append(sum(float(np.sum(gradients[GRADIENT_OF[name]] * x)) for name, x in weights.items()))
         along.append(changed[moved].astype(np.float64))
-    return ends[0] - ends[1] - float(np.sum(derivative[moved] * (along[0] - along[1])))
+    return ends[0] - ends[1] - float(np.sum(derivative[moved] * _subtract(*along)))

@@ -178,7 +178,14 @@ def _change_elsewhere(problem: Problem, region: _Region, *, keys: bool) -> Probl
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:
         k_scales, v_scales = problem.kv_scales
-        scales = _replace_scales(k_scales, k_kept), _replace_scales(v_scales, v_kept)
+        k_used = k_kept
+        if problem.kv_zeros is not None:  # all keys of a page share theirs
+            assert problem.storage is not None
+            k_used = ~quantization.reduce_pages(~k_kept, problem.storage.held.shape[1])
+            k_zeros, v_zeros = problem.kv_zeros
+            zeros = _replace_scales(k_zeros, k_used), _replace_scales(v_zeros, v_kept)
+            problem = dataclasses.replace(problem, kv_zeros=zeros)
+        scales = _replace_scales(k_scales, k_used), _replace_scales(v_scales, v_kept)
         problem = dataclasses.replace(problem, kv_scales=scales)
     return dataclasses.replace(
         problem,
@@ -202,6 +209,8 @@ def _change_cotangent_elsewhere(cotangent: Cotangent, region: _Region) -> Cotang
 def _replace_values(x: np.ndarray) -> np.ndarray:
     """Return `-16 * x`, clipped to the dtype's range, so that a wrongly shared maximum or scale shows."""
     limit = quantization.find_largest(x.dtype) or float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
+    if x.dtype == np.uint8:
+        return 255 - x
     other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
     return other
 
@@ -209,8 +218,14 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
     """Multiply by 4 each scale that no token of the region uses.
 
-    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the region.
+    `scales` is `[B or 1, S or 1, K]`, `[B, K]` or `[B, S, K, blocks]`. `used [B, S, K]` marks the tokens of the region.
     """
+    if scales.ndim == 4:  # of blocks or channels
+        largest = quantization.find_largest(scales.dtype) or np.inf
+        other = np.minimum(4 * scales.astype(np.float64), largest).astype(scales.dtype)
+        return np.where(used[..., None], scales, other)
+    if scales.ndim == 2:
+        return np.where(used.any(axis=1), scales, 4 * scales)
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
     return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 

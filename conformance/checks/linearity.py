@@ -56,9 +56,15 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
     if fits and not problem.tied:
         if problem.kv_scales is None:
             scaled = dataclasses.replace(problem, v=_scale(problem.v, factor))
+        elif problem.kv_global_scales is not None:
+            k_scale, v_scale = problem.kv_global_scales
+            scaled = dataclasses.replace(problem, kv_global_scales=(k_scale, v_scale * factor))
         else:
             k_scales, v_scales = problem.kv_scales
             scaled = dataclasses.replace(problem, kv_scales=(k_scales, _scale(v_scales, factor)))
+            if problem.kv_zeros is not None:
+                k_zeros, v_zeros = problem.kv_zeros
+                scaled = dataclasses.replace(scaled, kv_zeros=(k_zeros, _scale(v_zeros, factor)))
         calls = subject.require_shapes(subject.forward), subject.require_shapes(subject.run_forward(scaled))
         before, after = (np.where(subject.judged_out, result.values["out"], 0) for result in calls)
         bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -52,9 +53,18 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
         v=np.where(clean.dead_keys[..., None], _cast_poison(value, clean.v.dtype), clean.v),
     )
     if clean.kv_scales is not None:
-        k_scales, v_scales = clean.kv_scales
-        k_scales = _poison_scales(k_scales, clean.unread_keys, value)
-        problem = dataclasses.replace(problem, kv_scales=(k_scales, _poison_scales(v_scales, clean.dead_keys, value)))
+        dead_keys = clean.unread_keys
+        if clean.kv_zeros is not None:  # all keys of a page share theirs
+            assert clean.storage is not None
+            dead_keys = quantization.reduce_pages(dead_keys, clean.storage.held.shape[1])
+        changed: dict[str, Any] = {}
+        for field, pair in (("kv_scales", clean.kv_scales), ("kv_zeros", clean.kv_zeros)):
+            if pair is not None:
+                changed[field] = (
+                    _poison_scales(pair[0], dead_keys, value),
+                    _poison_scales(pair[1], clean.dead_keys, value),
+                )
+        problem = dataclasses.replace(problem, **changed)
     if clean.storage is not None:
         problem = dataclasses.replace(problem, storage=dataclasses.replace(clean.storage, stale=value))
     # If the implementation declares that an empty row is the mean of all values, the mean includes the poison. Such
@@ -115,4 +125,8 @@ def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:
 
 def _poison_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:
     """Poison the scales of the tokens marked in `dead [B, S, K]`, if each token has its own scale."""
-    return np.where(dead, np.float32(value), scales) if scales.shape == dead.shape else scales
+    if scales.ndim == 4:
+        dead = dead[..., None]
+    elif scales.shape != dead.shape:
+        return scales
+    return np.where(dead, _cast_poison(value, scales.dtype), scales)

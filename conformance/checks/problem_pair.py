@@ -27,6 +27,8 @@ def take_numbers(problem: Problem, first: Problem) -> Problem:
     changed: dict[str, Any] = {}
     if first.has_whole_scales:
         changed["kv_scales"] = first.kv_scales
+    if first.kv_global_scales is not None:
+        changed["kv_global_scales"] = first.kv_global_scales
     if first.q_scale is not None and problem.q_scale is not None:
         changed |= {"q": rescale_queries(problem.q, problem.q_scale, first.q_scale), "q_scale": first.q_scale}
     return dataclasses.replace(problem, **changed)

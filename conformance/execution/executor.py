@@ -242,10 +242,10 @@ class Executor:
         if problem.dropout_rate is not None:
             statics["dropout_rate"], extra = problem.dropout_rate, {**extra, **self._choose_dropout(problem)}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
-        if problem.kv_scales is not None and problem.has_whole_scales:
-            statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
-        if problem.q_scale is not None:
-            statics |= {"q_scale": problem.q_scale, "out_dtype": problem.q.dtype}
+        if problem.has_whole_scales:
+            del arrays["kv_scales"]  # they are numbers
+        numbers, of_scales = stored_calls.list_scale_arguments(problem)
+        statics, arrays = {**statics, **numbers}, {**arrays, **of_scales}
         if problem.storage is not None:
             extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem)}
         return statics, {**arrays, **extra}

@@ -96,7 +96,7 @@ def build_implementation(
         parameters -= {"dropout_key" if declaration.dropout_mask == "given" else "dropout_mask"}
     if "dropout_rate" not in parameters or not parameters & {*_DROPOUT[1:]}:
         parameters -= {*_DROPOUT}  # one without the other drops nothing
-    if "q_scale" not in parameters:  # the dtype of `out` follows from that of q
+    if not parameters & {"q_scale", "q_descale"}:  # the dtype of `out` follows from that of q
         parameters -= {"out_dtype"}
     if "indices" not in parameters:
         parameters -= {LOCAL_WINDOW}
@@ -200,7 +200,8 @@ def build_implementation(
         | ({FIRST_TOKENS} if FIRST_PARAMETER in parameters else set())
         | plain_storage.find_scale_features(parameters, form, writes=writes is not None)
         | plain_storage.find_mask_features(signature, form)
-        | ({"q_fp8"} if "q_scale" in parameters else set()),
+        | ({"q_fp8"} if "q_scale" in parameters else set())
+        | (parameters & {"q_descale"}),
         supports_case=plain_support.PlainSupport(
             reachable,
             declaration.causal,
@@ -325,10 +326,8 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
             extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem)}
         if problem.kv_scales is not None and not problem.has_whole_scales:
             extra = {**extra, "kv_scales": problem.kv_scales}
-        elif problem.kv_scales is not None:
-            static = {**static, "kv_scales": tuple(map(float, problem.kv_scales))}
-        if problem.q_scale is not None:
-            static = {**static, "q_scale": problem.q_scale, "out_dtype": problem.q.dtype}
+        numbers, arrays = stored_calls.list_scale_arguments(problem)
+        static, extra = {**static, **numbers}, {**extra, **arrays}
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)

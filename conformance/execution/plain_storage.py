@@ -21,11 +21,10 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from cases.quantization import has_whole_scales
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import WRITE_FORMS, WriteForm
-from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_form import ScaleParameters, StorageForm
 from cases.storage_forms.stored_cases import lower_stored_mask
 
 UPDATE = "update_kv_cache"
@@ -96,7 +95,7 @@ def _name_latents(made: WriteForm, signature: inspect.Signature, operands: tuple
 
 def describe_missing_parameters(parameters: Collection[str], form: StorageForm) -> str:
     """Describe the parameters that a function of this storage form lacks, for an error message; "" if it lacks none."""
-    begun = [pair for pair in form.scales if set(pair.names) & set(parameters)]
+    begun = [pair for pair in form.scales if _lacks_some(pair, set(parameters), form)]
     required = dict(form.required)
     if made := find_latent_writes(parameters):  # `c_kv` says how deep values are
         required = {**dict.fromkeys(made.operands, "an operand"), **required}
@@ -111,6 +110,13 @@ def describe_missing_parameters(parameters: Collection[str], form: StorageForm) 
         f"takes {' and '.join(map(repr, has))}, as functions of {form.noun} do, but lacks {' and '.join(missing)}: "
         f"wrap it so that it takes {form.noun} as docs/contract.md, section 8, describes"
     )
+
+
+def _lacks_some(pair: ScaleParameters, parameters: set[str], form: StorageForm) -> bool:
+    """Return whether a function has parameters of `pair` that no smaller pair and no complete one explains."""
+    has = parameters & {*pair.names}
+    others = ({*other.names} for other in form.scales)
+    return bool(has) and not any(has <= names and (names <= parameters or names < {*pair.names}) for names in others)
 
 
 def _list_telling_names(form: StorageForm) -> tuple[str, ...]:
@@ -129,7 +135,8 @@ def find_scale_features(parameters: Collection[str], form: StorageForm | None, *
 
 def find_required_scales(signature: inspect.Signature, form: StorageForm | None) -> tuple[str, ...]:
     """Return the scale parameters of a function that have no default: it cannot take a cache without these scales."""
-    names = [name for pair in (form.scales if form else ()) for name in pair.names] + ["q_scale"] * (form is not None)
+    names = [name for pair in (form.scales if form else ()) for name in pair.names]
+    names += ["q_scale", "q_descale"] * (form is not None)
     own = (signature.parameters[name] for name in names if name in signature.parameters)
     return tuple(p.name for p in own if p.default is p.empty)
 
@@ -140,9 +147,9 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     The function must have a parameter for the mask of the case. The case must have the scales that the function needs.
     """
     described = FORMS[form]
-    whole = has_whole_scales(case.kv_cache)
-    pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
-    given = [name for pair in pairs for name in pair.names] + ["q_scale"] * case.q_fp8
+    pairs = (pair for pair in described.scales if case.kv_cache in pair.caches)
+    of_queries = "q_descale" if "q_descale" in case.features else "q_scale"
+    given = [name for pair in pairs for name in pair.names] + [of_queries] * case.q_fp8
     if missing := [name for name in needed if name not in given]:
         return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
     if case.q_fp8 and case.dtype != "bf16" and "out_dtype" not in parameters:

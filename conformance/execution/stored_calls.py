@@ -26,7 +26,17 @@ import numpy as np
 from cases import quantization
 from cases.operand_values import Problem
 from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.latent_pages_form import LATENT_SCALES, WHOLE_LATENT_SCALE
 from cases.storage_forms.page_writes import WRITE_FORMS, build_raw_operands, clear_written, find_slots
+from cases.storage_forms.paged_form import (
+    BLOCK_SCALES,
+    CHANNEL_SCALES,
+    DESCALES,
+    GLOBAL_SCALES,
+    SCALES,
+    WHOLE_SCALES,
+    ZEROS,
+)
 from cases.storage_forms.storage_form import MASK_ARRAYS, StorageForm
 from cases.storage_forms.storage_layout import JUNK_ENTRIES, NOBODY, Storage
 from conformance.execution import kernel_errors, returned_values
@@ -34,7 +44,7 @@ from impls.contract.declarations import BehindMask, Formulas
 from impls.contract.implementation import Accelerator, Implementation
 
 _PAIRS = ("segment_ids", "indices", *MASK_ARRAYS)
-DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", *_PAIRS)
+DENSE_ARGUMENTS = ("q", "k", "v", "storage", "kv_scales", "kv_zeros", "q_descale", *_PAIRS)
 """The arrays by name that `StoredCall.store` turns into stored operands."""
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
@@ -61,13 +71,32 @@ def build_storage_arrays(
 def build_storage_arrays_for(implementation: Implementation, problem: Problem) -> Mapping[str, Any]:
     """Call `build_storage_arrays` with what `implementation` declares about memory and page writes.
 
-    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken.
+    For a call that writes quantised pages, `raw` has the dense `k` and `v` from which new tokens are taken. With scales
+    of sequences, `rows` has the sequence of each row of the tables.
     """
     assert problem.storage is not None
     arrays = build_storage_arrays(problem.storage, implementation.behind_mask, writes=implementation.writes_pages)
+    if problem.kv_scales is not None and problem.kv_scales[0].ndim == 2:
+        assert problem.storage.rows is not None
+        arrays = {**arrays, "rows": problem.storage.rows}
     if not implementation.writes_pages or problem.kv_scales is None:
         return arrays
     return {**arrays, "raw": build_raw_operands(problem)}
+
+
+def list_scale_arguments(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the numbers among the scales of a quantised problem, and the arrays beside `kv_scales`, by keyword."""
+    numbers: dict[str, Any] = {}
+    if problem.kv_scales is not None and problem.has_whole_scales:
+        numbers["kv_scales"] = tuple(map(float, problem.kv_scales))
+    if problem.kv_global_scales is not None:
+        numbers["kv_global_scales"] = problem.kv_global_scales
+    if problem.q_scale is not None:
+        numbers["q_scale"] = problem.q_scale
+    if problem.q_scale is not None or problem.q_descale is not None:
+        numbers["out_dtype"] = problem.q.dtype
+    arrays = {"q_descale": problem.q_descale, "kv_zeros": problem.kv_zeros}
+    return numbers, {name: x for name, x in arrays.items() if x is not None}
 
 
 def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
@@ -195,6 +224,8 @@ class StoredCall:
         storage: Mapping[str, jax.Array],
         padding: Mapping[str, jax.Array] | None = None,
         kv_scales: tuple[jax.Array, jax.Array] | tuple[float, float] | None = None,
+        q_descale: jax.Array | None = None,
+        kv_zeros: tuple[jax.Array, jax.Array] | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -206,8 +237,10 @@ class StoredCall:
           v: dense values `[B, S, K, V]`.
           storage: the arrays of `build_storage_arrays`.
           padding: the zeros of `add_padding`, if padding is to have gradients.
-          kv_scales: the scales of k and of v: an array `[B, S, K]` for each, with a scale per token, or one number for
-            each.
+          kv_scales: the scales of k and of v: an array for each, as `cases.quantization.quantize` gives them, or one
+            number for each.
+          q_descale: the scales of queries in fp8, `[B, K]`, if each sequence and key/value head has its own.
+          kv_zeros: the zero points of k and of v, if their numbers have some.
 
         Raises:
           WrongReturn: if the call does not return arrays of the right shapes.
@@ -215,7 +248,7 @@ class StoredCall:
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
         pairs = {name: options.pop(name) for name in _PAIRS if name in options}
-        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"), **pairs)
+        stored = self.store(q, k, v, storage, padding, kv_scales, options.get("q_scale"), q_descale, kv_zeros, **pairs)
         rows, heads = storage["q_rows"].shape, q.shape[2]
         call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
@@ -248,6 +281,8 @@ class StoredCall:
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
         q_scale: float | None = None,
+        q_descale: Any = None,
+        kv_zeros: tuple[Any, Any] | None = None,
         **pairs: Any,
     ) -> dict[str, Any]:
         """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands.
@@ -259,7 +294,10 @@ class StoredCall:
         arranged = self.form.arrange(
             {name: _gather(x, storage["held"], stale, added.get(name)) for name, x in keys.items()}
         )
-        queries = self.pack_queries(q, storage, added.get("q"), q_scale)
+        if q_descale is not None:  # the quotients are exact (`cases.quantization.quantize_queries`)
+            of_heads = jnp.repeat(q_descale, q.shape[2] // k.shape[2], axis=1)
+            q = jnp.asarray(q).astype(jnp.float32) / of_heads[:, None, :, None]
+        queries = self.pack_queries(q, storage, added.get("q"), q_scale if q_descale is None else 1.0)
         named = {"q": queries, **arranged}
         if self.writes:
             made, raw = WRITE_FORMS[self.form.name], storage.get("raw", keys)
@@ -269,18 +307,13 @@ class StoredCall:
                 **made.name_tokens(tuple(new.values()), v.shape[-1]),
                 **dict(zip(made.pools, arranged.values(), strict=True)),
             }
-        scales = (
-            {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
-        )
         return {
             **named,
-            **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
+            **({} if kv_scales is None else _store_scales(kv_scales, kv_zeros, storage, is_tied=self.form.is_tied)),
+            **({} if q_descale is None else {"q_descale": _gather_sequences(q_descale, storage)}),
             **pack_pairs(pairs, storage),
             **self.select_tables(storage),
         }
-
-    def _find_scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
-        return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
 
     def pack_queries(
         self, q: Any, storage: Mapping[str, Any], padding: Any = None, q_scale: float | None = None
@@ -334,13 +367,15 @@ class StoredCall:
         return found[0], found[1] if save_residuals else None, dict(zip(names, found[-len(names) :], strict=True))
 
     def _name_numbers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with `kv_scales`, a number for all keys and one for all values, by the call's names.
+        """Return the arguments with pairs of numbers, for all keys and for all values, by the call's names.
 
         Without `out_dtype` if the call does not take it.
         """
         named = {name: x for name, x in arguments.items() if name != "out_dtype" or self.takes_out_dtype}
-        if (numbers := named.pop("kv_scales", None)) is not None:
-            named |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
+        of_all = WHOLE_LATENT_SCALE if self.form.is_tied else WHOLE_SCALES
+        for pair, names in (("kv_scales", of_all), ("kv_global_scales", GLOBAL_SCALES)):
+            if (numbers := named.pop(pair, None)) is not None:
+                named |= dict(zip(names, numbers, strict=False))  # values of latents share the scale of keys
         return named
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
@@ -378,6 +413,35 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
     there = (held != NOBODY)[..., None, None]
     elsewhere = _cast_stale(jnp.asarray(stale), flat.dtype)
     return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
+
+
+def _store_scales(
+    kv_scales: tuple[Any, Any], kv_zeros: tuple[Any, Any] | None, storage: Mapping[str, Any], *, is_tied: bool
+) -> dict[str, Any]:
+    """Return the arrays of scales and zero points by the call's names, in their stored form."""
+    held, stale = storage["held"], storage["stale"]
+    if is_tied:  # values share the scales of keys
+        return {LATENT_SCALES[0]: _gather(kv_scales[0][..., None], held, stale)[..., 0, 0]}
+    if kv_zeros is not None:
+        named = zip((CHANNEL_SCALES, ZEROS), (kv_scales, kv_zeros), strict=True)
+        return {
+            name: x
+            for (of_keys, of_values), (k, v) in named
+            for name, x in (
+                (of_keys, _gather(k, held[:, 0], stale)),  # all tokens of a page have those of its first row
+                (of_values, _gather(v[..., None], held, stale)[..., 0]),
+            )
+        }
+    if kv_scales[0].ndim == 2:  # of sequences
+        return {name: _gather_sequences(x, storage) for name, x in zip(DESCALES, kv_scales, strict=True)}
+    if kv_scales[0].ndim == 4:  # of blocks
+        return {name: _gather(x, held, stale) for name, x in zip(BLOCK_SCALES, kv_scales, strict=True)}
+    return {name: _gather(x[..., None], held, stale)[..., 0] for name, x in zip(SCALES, kv_scales, strict=True)}
+
+
+def _gather_sequences(x: Any, storage: Mapping[str, Any]) -> jax.Array:
+    """Gather `x [B, K]` for each row of the tables, `[max_seqs, K]`; rows of no sequence hold the stale number."""
+    return _gather(jnp.asarray(x)[:, None, :, None], storage["rows"], storage["stale"])[..., 0]
 
 
 def _gather_rows(x: Any, held: Any, absent: Any) -> jax.Array:
@@ -454,7 +518,8 @@ def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
     if top is None:
         return stale.astype(dtype)
     bad = jnp.nan if dtype == quantization.STORED["fp8"] else top
-    return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, -top, top)).astype(dtype)
+    low = 0 if dtype == jnp.uint8 else -top
+    return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, low, top)).astype(dtype)
 
 
 def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:

@@ -205,12 +205,25 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if (heads := _build_wrong_head_map(problem)) is not None:
         wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
         if problem.kv_scales is not None and not problem.has_whole_scales:
-            k_scales, v_scales = problem.kv_scales
-            wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
+            pairs = {"kv_scales": problem.kv_scales, "kv_zeros": problem.kv_zeros}
+            moved: dict[str, Any] = {
+                field: tuple(x[:, :, heads] if x.ndim == 4 else x[..., heads] for x in pair)
+                for field, pair in pairs.items()
+                if pair is not None
+            }
+            wrong = dataclasses.replace(wrong, **moved)
         yield "wrong_head_map", wrong
-    if problem.kv_scales is not None and any((scales != 1).any() for scales in problem.kv_scales):
+    if problem.kv_scales is not None and any((scales.astype(np.float64) != 1).any() for scales in problem.kv_scales):
         k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
         yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
+    if problem.kv_zeros is not None:
+        k_zeros, v_zeros = map(np.zeros_like, problem.kv_zeros)
+        yield "kv_zeros_ignored", dataclasses.replace(problem, kv_zeros=(k_zeros, v_zeros))
+    if problem.kv_global_scales is not None:
+        yield "kv_global_scales_ignored", dataclasses.replace(problem, kv_global_scales=(1.0, 1.0))
+    if problem.q_descale is not None:
+        factor = np.repeat(problem.q_descale, problem.q.shape[2] // problem.k.shape[2], axis=1)[:, None, :, None]
+        yield "q_descale_ignored", dataclasses.replace(problem, q=(problem.q / factor).astype(problem.q.dtype))
     if problem.q_scale is not None:
         yield "q_scale_ignored", dataclasses.replace(problem, q=(problem.q / problem.q_scale).astype(problem.q.dtype))
     for operand in REMOVABLE:

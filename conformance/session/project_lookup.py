@@ -33,7 +33,7 @@ _PARTS_OF_IDS = (
     *DTYPES,
     *DISTRIBUTIONS,
     *(kind.name for kind in mask_spec.KINDS),
-    *(level for operand in OPTIONAL for level in operand.levels if isinstance(level, str)),
+    *(level for operand in OPTIONAL for level in (*operand.levels, *operand.stored_levels) if isinstance(level, str)),
 )
 """Words that components of a case id may be."""
 _MEMORY_FACTOR = 20

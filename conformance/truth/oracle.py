@@ -116,6 +116,8 @@ class HeadGroup:
       empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
       dropout: the factors of the probabilities, `[G, T, S]`: 0 where dropped, else `1 / (1 - rate)`; the number 1
         without dropout.
+      k_sizes: the magnitudes of the parts of which keys are sums, `[S, H]`; None if they are no sums.
+      v_sizes: the same for values, `[S, V]`.
       table: where the table that a score function captures enters the logits; None without such a function.
     """
 
@@ -135,11 +137,19 @@ class HeadGroup:
     empty_rows: EmptyRows
     dropout: Array | float = 1.0
     table: TablePlaces | None = None
+    k_sizes: Array | None = None
+    v_sizes: Array | None = None
 
     @functools.cached_property
     def scale(self) -> Any:
         """The factor of `<q, k>`: a number, or `[G, 1, 1]` where heads differ."""
         return math.prod(self.head_factors.values(), start=self.fixed_scale)
+
+    @functools.cached_property
+    def abs_k(self) -> Array:
+        """The magnitudes of keys that the roundings of logits are relative to, `[S, H]`."""
+        found: Array = np.abs(self.k) if self.k_sizes is None else self.k_sizes
+        return found
 
     @property
     def abs_scale(self) -> Any:
@@ -314,6 +324,8 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
     mean_needs_v = empty_rows == "mean" and (problem.sinks is None or np.isneginf(problem.sinks).any())
     k = np.where(dead, 0, problem.keys)
     v = problem.values if mean_needs_v else np.where(dead, 0, problem.values)
+    sizes = problem.sizes_with_zeros
+    k_sizes, v_sizes = (None, None) if sizes is None else (np.where(dead, 0, x) for x in sizes)
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
     table = TablePlaces.of(problem)
     kept = None if problem.kept_pairs is None else np.broadcast_to(problem.kept_pairs, full)
@@ -339,6 +351,8 @@ def iter_head_groups(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterat
                 empty_rows=empty_rows,
                 dropout=1.0 if kept is None else kept[b, heads] / (1 - (problem.dropout_rate or 0.0)),
                 table=table,
+                k_sizes=None if k_sizes is None else k_sizes[b, :, h],
+                v_sizes=None if v_sizes is None else v_sizes[b, :, h],
             )
 
 

@@ -272,6 +272,8 @@ class ForwardErrors:
         rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.bound_block_sums(keys) + u.dropout
         added = rounding * group.averaging + u.tiny * (group.allowed & (group.dropout != 0))
         err_out = (group.drop(err_p) + added) @ np.abs(group.v)
+        if group.v_sizes is not None:  # roundings are relative to the parts of which values are sums
+            err_out = err_out + added @ (group.v_sizes - np.abs(group.v))
         if u.coarse:
             fine_p = _bound_probability_errors(
                 group, fine + (err_l - (group.p * off).sum(axis=-1))[..., None] + 2 * u.exponent
@@ -316,14 +318,14 @@ def _bound_out_shift(group: HeadGroup, off: Array) -> Array:
 
 def bound_logit_errors(group: HeadGroup, u: Roundoff) -> Array:
     """Bound err(x), `[G, T, S]`, except for the errors of rounding q and k to fewer bits (tf32, bf16)."""
-    products = group.abs_scale * (np.abs(group.q) @ np.abs(group.k).T)
+    products = group.abs_scale * (np.abs(group.q) @ group.abs_k.T)
     magnitude: Array = products
     rounded_terms: Array | float = 0.0  # terms that round while they are computed
     for term in group.terms:
         magnitude = magnitude + np.abs(term.value)
         if term.rounding.products:
             rounded_terms = rounded_terms + term.rounding.products * np.abs(term.value)
-    spread = group.abs_scale * np.sqrt(group.q**2 @ (group.k**2).T)
+    spread = group.abs_scale * np.sqrt(group.q**2 @ (group.abs_k**2).T)
     running = 0.75 * np.sqrt(group.q.shape[-1]) * np.maximum(spread, np.abs(group.x))
     rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + rounded_terms)
     if group.head_factors:

@@ -71,7 +71,7 @@ class Roundoff:
             block=arithmetic.block_sums,
             probabilities=below if arithmetic.probabilities == "input" or in_input else 0.0,
             scaled_q=(u_in if arithmetic.scaled_q and not exact_scale else 0.0)
-            + (0.0 if problem.q_scale is None else U),  # a product with the scale of queries
+            + (0.0 if problem.q_scale is None and problem.q_descale is None else U),  # their product with a scale
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
             bias=(UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U)
@@ -79,6 +79,7 @@ class Roundoff:
             cache=0.0
             if problem.kv_scales is None
             else max(U, u_in if arithmetic.cache == "input" else 0.0)
+            + (0.0 if problem.kv_global_scales is None and problem.kv_zeros is None else U)  # a product or a sum more
             + (SCALE_ERROR + U if problem.computes_scales else 0.0),  # U: the peak of a token is rounded
             dropout=0.0
             if problem.dropout_rate is None

@@ -16,7 +16,7 @@ from impls.contract.implementation import FLOATS
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged import paged_gpu, paged_portable, paged_tpu
 from impls.paged.page_copies import check_page_scales, choose_block_kv, choose_block_q
-from impls.paged.paged_plan import Operands, PagedPlan
+from impls.paged.paged_plan import Operands, PagedPlan, PageScales
 from impls.pallas_gpu.mosaic_decode import TILE_KEYS, find_decode_limit
 from impls.pallas_gpu.triton_tiles import MIN_TILE
 from impls.softmax_merge import Part
@@ -55,6 +55,7 @@ def attention(
     v_scale: float | None = None,
     q_scale: float | None = None,
     out_dtype: Any = None,
+    stored: tuple[PageScales, PageScales] | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -80,13 +81,14 @@ def attention(
 
     The operands and results are those of paged calls in the contract (docs/contract.md, section 8).
 
-    Masks other than causal ones and windows, ALiBi, functions of places and a logit scale are for plain JAX and Triton.
+    The Mosaic GPU kernel takes no masks but causal ones and windows, and no ALiBi, score function or logit scale.
 
     Args:
       page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
         `impls.paged.page_copies.side_by_side`, f32 `[pages, page_size, W]`.
       q_scale: the scale of queries in float8_e4m3fn, a number.
       out_dtype: the dtype of `out` for such queries, bfloat16 by default.
+      stored: other scales of keys and of values, in plain JAX only (`impls.paged.quantized_pages` builds them).
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
         which no chip has measured.
       block_q: queries per tile; by default chosen for the back end.
@@ -98,8 +100,9 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, with
-        `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not support.
+      NotImplementedError: differentiation, float16 on a TPU or functions of places that capture arrays there, scales in
+        a layout that the back end does not read, with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size
+        that it does not support.
     """
     q, scale = widen_queries(q, q_scale, scale, out_dtype)
     check_paged_operands(
@@ -113,20 +116,27 @@ def attention(
         scales=(k_scales, v_scales),
         page_scales=page_scales,
         of_all=(k_scale, v_scale),
+        stored=stored,
     )
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     left, right = (None, None) if window is None else window
     right = 0 if causal else right
     further = {"mask": mask, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "logit_scale": logit_scale}
     _check_further(q, further)
-    if backend in ("tpu", "mosaic"):
+    if stored is not None and backend != "portable":
+        raise NotImplementedError(f"paged with backend={backend!r} does not support these scales: take 'portable'")
+    if backend == "mosaic":
         _refuse_further(right, {**further, "mask_mod": mask_mod, "score_mod": score_mod})
     _check_backend(backend, block_kv, num_programs)
+    if backend == "tpu":
+        _refuse_captures(mask_mod, score_mod)
     page_size, num_kv_heads = k_pages.shape[1:3]
     _refuse_scales(backend, k_scales, page_scales, k_scale)
     if backend == "tpu":
         refuse_f16(q)
-        block_q = block_q or choose_block_q(*q.shape[:2])
+        columns = sum(0 if x is None else x.shape[1] for x in (mask, tree_mask))
+        pairwise = any(x is not None for x in (mask_mod, score_mod, *further.values()))
+        block_q = block_q or choose_block_q(*q.shape[:2], pairwise=pairwise, columns=columns)
         block_kv = block_kv or choose_block_kv(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     on_gpu = backend in ("gpu", "mosaic")
     if on_gpu:
@@ -154,7 +164,10 @@ def attention(
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
     arrays = {name: jnp.asarray(x) for name, x in further.items() if x is not None}
-    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales, **arrays)
+    of_pages = (None, None) if stored is None else stored
+    operands = Operands(
+        jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales, *of_pages, **arrays
+    )
     return compute_results(
         plan,
         backend,
@@ -208,6 +221,7 @@ def check_paged_operands(
     scales: tuple[Any, Any] = (None, None),
     page_scales: Any = None,
     of_all: tuple[Any, Any] = (None, None),
+    stored: tuple[PageScales, PageScales] | None = None,
 ) -> None:
     """Raise `ValueError` if an operand or option of `attention` is invalid; the message names it. k and v are pages."""
     for name, x, axes in (
@@ -225,7 +239,9 @@ def check_paged_operands(
         raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
     if str(q.dtype) not in FLOATS:
         raise ValueError(f"q must have a dtype of {FLOATS}, got {q.dtype}: cast with astype")
-    if any(x is not None for x in of_all):
+    if stored is not None:  # validated where they were built
+        pass
+    elif any(x is not None for x in of_all):
         _check_stored_dtypes(k, v)
         _check_whole_scales(of_all, (*scales, page_scales))
     elif page_scales is not None:
@@ -253,10 +269,24 @@ def _check_further(q: Any, further: Mapping[str, Any]) -> None:
 
 
 def _refuse_further(right: int | None, given: Mapping[str, Any]) -> None:
-    """Raise `NotImplementedError` for a mask or operand that the TPU kernel and the Mosaic GPU kernel lack."""
+    """Raise `NotImplementedError` for a mask or operand that the Mosaic GPU kernel lacks."""
     refused = [name for name, x in given.items() if x is not None] + ["causal=False"] * (right != 0)
     if refused:
-        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable' and 'gpu' only")
+        raise NotImplementedError(f"paged supports {refused[0]} with backend='portable', 'gpu' and 'tpu' only")
+
+
+def _refuse_captures(mask_mod: Callable[..., Any] | None, score_mod: Callable[..., Any] | None) -> None:
+    """Raise `NotImplementedError` for a function of places that captures an array, which a TPU kernel cannot read."""
+    sequence, place = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (8, 128)))
+    score = jax.ShapeDtypeStruct(place.shape, jnp.float32)
+    for name, function, operands, remedy in (
+        ("mask_mod", mask_mod, (), "pass the array as mask"),
+        ("score_mod", score_mod, (score,), "compute the score from places, or pass alibi_slopes or logit_scale"),
+    ):
+        if function is None:
+            continue
+        if any(jnp.ndim(x) for x in jax.make_jaxpr(function)(*operands, sequence, *[place] * 3).consts):
+            raise NotImplementedError(f"paged on a TPU does not support a {name} that captures an array: {remedy}")
 
 
 def _check_stored_dtypes(k: Any, v: Any) -> None:

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from cases.case import Case
-from cases.storage_forms.paged_form import COMPUTED_FEATURES, SCALED_FEATURES, WHOLE_FEATURES, WRITTEN_FEATURES
+from cases.storage_forms.paged_form import (
+    BLOCK_FEATURES,
+    CHANNEL_FEATURES,
+    COMPUTED_FEATURES,
+    SCALED_FEATURES,
+    SEQUENCE_FEATURES,
+    WHOLE_FEATURES,
+    WRITTEN_FEATURES,
+)
 from impls.contract.declarations import Arithmetic
 from impls.contract.implementation import Accelerator, Implementation
 from impls.jax_compat import get_device_kind, runs_on
@@ -16,6 +24,7 @@ from impls.paged.attention import Backend, attention
 from impls.paged.page_copies import side_by_side
 from impls.paged.paged_latent import latent_attention
 from impls.paged.paged_update import attention_with_update, latent_attention_with_update
+from impls.paged.quantized_pages import attend_quantized
 from impls.pallas_gpu.mosaic_decode import find_shape_limit
 from impls.pallas_gpu.mosaic_tiles import NO_HOPPER, find_device_limit
 
@@ -55,7 +64,7 @@ _DESCRIPTIONS: dict[Backend, str] = {
 
 
 _FURTHER = frozenset({"placed", "tree", "later_pages", "alibi_slopes", "score_mod", "logit_scale"})
-"""Features of masks and operands that the kernels in plain JAX and in Triton support."""
+"""Features of masks and operands that all kernels but the Mosaic GPU kernel support."""
 
 
 def build_implementation(name: str, *, backend: Backend = "portable") -> Implementation:
@@ -65,7 +74,7 @@ def build_implementation(name: str, *, backend: Backend = "portable") -> Impleme
         call=functools.partial(attention, backend=backend, **_JUDGED_SIZES_BY_BACKEND[backend]),
         description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
         unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
-        offers=_FURTHER if backend in ("portable", "gpu") else frozenset(),
+        offers=frozenset() if backend == "mosaic" else _FURTHER,
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -141,11 +150,31 @@ def _build_scaled_update_implementation(name: str) -> Implementation:
     )
 
 
-def _build_scaled_implementation(name: str, *, backend: Literal["portable", "gpu"] = "portable") -> Implementation:
-    """Declare paged attention for pages with scales; implementations without them cover the other pages."""
+def _build_quantized_implementation(name: str) -> Implementation:
+    """Declare paged attention in plain JAX for quantised pages; implementations without scales cover other pages."""
     return dataclasses.replace(
-        build_implementation(name, backend=backend),
-        description=f"attention over int8 or fp8 pages with scales, {_DESCRIPTIONS[backend]}",
+        build_implementation(name),
+        call=functools.partial(attend_quantized, **_JUDGED_SIZES),
+        description=f"attention over quantised pages, {_DESCRIPTIONS['portable']}",
+        offers=SCALED_FEATURES
+        | WHOLE_FEATURES
+        | SEQUENCE_FEATURES
+        | BLOCK_FEATURES
+        | CHANNEL_FEATURES
+        | {"q_fp8", "q_descale"},
+        supports_case=_refuse_unscaled,
+        variants={
+            variant: functools.partial(attend_quantized, **changed)
+            for variant, changed in _VARIANTS["portable"].items()
+        },
+    )
+
+
+def _build_quantized_gpu_implementation(name: str) -> Implementation:
+    """Declare the GPU kernel for pages with scales; implementations without them cover the other pages."""
+    return dataclasses.replace(
+        build_implementation(name, backend="gpu"),
+        description=f"attention over int8 or fp8 pages with scales, {_DESCRIPTIONS['gpu']}",
         offers=SCALED_FEATURES | WHOLE_FEATURES | {"q_fp8"},
         supports_case=_refuse_unscaled,
     )
@@ -215,6 +244,16 @@ def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"
     )
 
 
+def _build_quantized_latent_implementation(name: str) -> Implementation:
+    """Declare latent attention in plain JAX for latents with scales; `paged_latent` covers the others."""
+    return dataclasses.replace(
+        build_latent_implementation(name),
+        description="latent attention over int8 or fp8 latents in pages, with scales, in plain JAX",
+        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        supports_case=_refuse_unscaled,
+    )
+
+
 def _build_latent_update_implementation(name: str) -> Implementation:
     """Declare latent attention in plain JAX that writes the new latents into pages first."""
     return dataclasses.replace(
@@ -239,9 +278,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_latent_implementation("paged_latent"),
     _build_latent_update_implementation("paged_latent_update"),
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
-    _build_scaled_implementation("paged_quantized"),
+    _build_quantized_implementation("paged_quantized"),
     _build_scaled_update_implementation("paged_update_quantized"),
+    _build_quantized_latent_implementation("paged_latent_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
-    _build_scaled_implementation("paged_quantized_gpu", backend="gpu"),
+    _build_quantized_gpu_implementation("paged_quantized_gpu"),
     _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),
 )

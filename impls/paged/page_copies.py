@@ -50,7 +50,8 @@ class PageBlocks(NamedTuple):
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
     """Build the page blocks of each tile, from the first page that its queries see to the last."""
-    slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
+    keys = None if plan.right == 0 else operands.kv_lens[tiles.sequence]
+    slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1], keys)
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
     pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)
     count = (pages + (plan.block_pages - 1)) // plan.block_pages
@@ -76,12 +77,21 @@ def find_chip_room() -> VmemRoom:
     return VmemRoom(vmem=DEFAULT_SCOPED, rows=3072, keys=2**20)
 
 
-def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
+def choose_block_q(total_q: int, heads: int, *, latent: bool = False, pairwise: bool = False, columns: int = 0) -> int:
     """Choose the default queries per tile: as many as fit VMEM, at most 128.
 
     A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
+
+    Args:
+      pairwise: whether logits or masks differ by pair, beside causal masks and windows. The positions of all pairs are
+        then in VMEM too, and the compiler takes longer.
+      columns: those of masks that are arrays. Of each, a query takes 2 bytes in each of two buffers.
     """
-    rows = min(find_chip_room().rows // 3, LATENT_ROWS) if latent else find_chip_room().rows
+    if columns:
+        total_q = min(total_q, find_chip_room().keys // (2 * NUM_BUFFERS * columns))
+    rows = find_chip_room().rows // (3 if latent else 2 if pairwise else 1)
+    if latent or pairwise:
+        rows = min(rows, LATENT_ROWS)
     return max(1, min(total_q, 128, rows // heads))
 
 

@@ -33,7 +33,7 @@ from impls.paged.paged_plan import (
     QueryTiles,
     build_tiles,
     compute_allowed,
-    compute_logits,
+    compute_changed_logits,
     find_block_range,
     find_key_range,
 )
@@ -391,17 +391,16 @@ def _compute_logits(
     of_keys: Callable[[Any], Any],
 ) -> jax.Array:
     """Compute logits with soft cap, equations (1) and (2), from products `[rows, block]`."""
-    if plan.score_mod is None and not {"alibi_slopes", "logit_scale"} & inputs.keys():
-        return compute_logits(plan, products, of_keys=of_keys)
-    x = products * of_keys(jnp.float32(plan.scale))
-    if "logit_scale" in inputs:
-        x = x * plt.load(inputs["logit_scale"].at[at.head], mask=at.there, other=1)[:, None]
-    if "alibi_slopes" in inputs:
-        distance = jnp.abs(at.position - j[None, :]).astype(jnp.float32)
-        x = x - plt.load(inputs["alibi_slopes"].at[at.head], mask=at.there, other=0)[:, None] * distance
-    if plan.score_mod is not None:
-        x = plan.score_mod(x, at.sequence, at.head[:, None], at.position, j[None, :])
-    return x if plan.soft_cap is None else jnp.float32(plan.soft_cap) * jnp.tanh(x / plan.soft_cap)
+    others = (("logit_scale", 1), ("alibi_slopes", 0))
+    factor, slopes = (
+        plt.load(inputs[name].at[at.head], mask=at.there, other=other)[:, None] if name in inputs else None
+        for name, other in others
+    )
+
+    def locate() -> tuple[Any, Any, Any, Any]:
+        return at.sequence, at.head[:, None], at.position, j[None, :]
+
+    return compute_changed_logits(plan, products, locate, factor=factor, slopes=slopes, of_keys=of_keys)
 
 
 def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:

@@ -37,6 +37,15 @@ class PagedPlan:
     score_mod: Callable[..., Any] | None = None
 
 
+class PageScales(NamedTuple):
+    """What turns the numbers of pages into keys or values, in order: scales, zero points, scales of sequences."""
+
+    # One for each of `blocks` equal parts of a row; `rows` is the page size, or 1 if all rows have the same.
+    scales: Shaped[Array, "pages rows K blocks"] | None = None
+    zeros: Float32[Array, "pages rows K blocks"] | None = None  # these are added
+    sequences: Float32[Array, "max_seqs K"] | None = None
+
+
 class Operands(NamedTuple):
     """Arrays of one call."""
 
@@ -50,6 +59,8 @@ class Operands(NamedTuple):
     k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
     v_scales: Float32[Array, "pages page_size K"] | None = None
     page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_copies`)
+    k_stored: Any = None  # `PageScales`: other scales of quantised pages
+    v_stored: Any = None
     mask: Bool[Array, "total_q S"] | None = None  # whether a query sees each key of its sequence
     tree_mask: Bool[Array, "total_q W"] | None = None  # whether it sees the key of each query of its sequence
     alibi_slopes: Float32[Array, " N"] | None = None
@@ -89,6 +100,41 @@ def compute_logits(
         return products * of_keys(jnp.float32(plan.scale / unit))  # scaled logits, equation (1)
     bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
     return jnp.float32(plan.soft_cap / unit) * bent  # logits with soft cap, equations (1) and (2)
+
+
+def compute_changed_logits(
+    plan: PagedPlan,
+    products: jax.Array,
+    locate: Callable[[], tuple[Any, Any, Any, Any]],
+    *,
+    factor: Any = None,
+    slopes: Any = None,
+    unit: float = 1.0,
+    of_keys: Callable[[Any], Any] = lambda scale: scale,
+) -> jax.Array:
+    """Compute logits in units of `unit` with what only some calls have, equations (1) and (2).
+
+    Args:
+      locate: function that finds the sequence, the query head, the position of the query and that of the key of each
+        product; they broadcast with `products`.
+      factor: the logit scale of each product, or None.
+      slopes: the ALiBi slope of each product, or None.
+      of_keys: as in `compute_logits`.
+    """
+    if factor is None and slopes is None and plan.score_mod is None:
+        return compute_logits(plan, products, unit, of_keys)
+    places = locate()
+    x = products * of_keys(jnp.float32(plan.scale))
+    if factor is not None:
+        x = x * factor
+    if slopes is not None:
+        _, _, i, j = places
+        x = x - slopes * jnp.abs(i - j).astype(jnp.float32)
+    if plan.score_mod is not None:
+        x = plan.score_mod(x, *places)
+    if plan.soft_cap is not None:
+        return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x / plan.soft_cap)
+    return x if unit == 1.0 else x * jnp.float32(1 / unit)
 
 
 class QueryTiles(NamedTuple):

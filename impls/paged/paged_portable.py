@@ -22,10 +22,11 @@ from impls.block_arithmetic import multiply, replace_neg_inf
 from impls.paged.paged_plan import (
     Operands,
     PagedPlan,
+    PageScales,
     QueryTiles,
     build_tiles,
     compute_allowed,
-    compute_logits,
+    compute_changed_logits,
     find_block_range,
 )
 from impls.softmax_merge import Part
@@ -105,9 +106,13 @@ def _add_block(
     pages = operands.page_indices[tile.sequence]
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
-    rows = functools.partial(_gather_tokens, named, dtype=q.dtype)
-    k = rows(operands.k_pages, operands.k_scales)  # [block, K, H]
-    v = k[..., : plan.value_dim] if operands.v_pages is None else rows(operands.v_pages, operands.v_scales)
+    rows = functools.partial(_gather_tokens, named, tile.sequence, dtype=q.dtype)
+    k = rows(operands.k_pages, operands.k_scales, operands.k_stored)  # [block, K, H]
+    v = (
+        k[..., : plan.value_dim]
+        if operands.v_pages is None
+        else rows(operands.v_pages, operands.v_scales, operands.v_stored)
+    )
     q = q.astype(k.dtype)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
@@ -119,7 +124,9 @@ def _add_block(
     n = n + (jnp.arange(q.shape[1], dtype=jnp.int32) % (q.shape[1] // plan.block_q))[:, None]  # query head, [K, R, 1]
     if plan.mask_mod is not None:
         sees = sees & plan.mask_mod(tile.sequence, n, position, j)
-    z = _compute_changed_logits(plan, operands, products, (tile.sequence, n, position, j))
+    of_heads = (operands.logit_scale, operands.alibi_slopes)
+    factor, slopes = (None if x is None else x[n] for x in of_heads)
+    z = compute_changed_logits(plan, products, lambda: (tile.sequence, n, position, j), factor=factor, slopes=slopes)
     z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
@@ -143,31 +150,37 @@ def _look_up_masks(plan: PagedPlan, operands: Operands, tile: _Tile, t: jax.Arra
     return sees
 
 
-def _compute_changed_logits(
-    plan: PagedPlan, operands: Operands, products: jax.Array, places: tuple[Any, Any, Any, Any]
+def _gather_tokens(
+    named: jax.Array,
+    sequence: jax.Array,
+    pages: jax.Array,
+    scales: jax.Array | None,
+    stored: PageScales | None,
+    *,
+    dtype: Any,
 ) -> jax.Array:
-    """Compute logits with soft cap, equations (1) and (2), from products `[K, R, block]` at `places` b, n, i and j."""
-    if operands.logit_scale is None and operands.alibi_slopes is None and plan.score_mod is None:
-        return compute_logits(plan, products)
-    _, n, i, j = places
-    x = products * jnp.float32(plan.scale)
-    if operands.logit_scale is not None:
-        x = x * operands.logit_scale[n]
-    if operands.alibi_slopes is not None:
-        x = x - operands.alibi_slopes[n] * jnp.abs(i - j).astype(jnp.float32)
-    if plan.score_mod is not None:
-        x = plan.score_mod(x, *places)
-    return x if plan.soft_cap is None else jnp.float32(plan.soft_cap) * jnp.tanh(x / plan.soft_cap)
-
-
-def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
-    """Gather the tokens of the named pages, `[tokens, K, .]`, in `dtype`; in f32 if there are scales."""
+    """Gather the tokens of a sequence's named pages, `[tokens, K, .]`, in `dtype`; in f32 if there are scales."""
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
+    elif stored is not None:
+        rows = _dequantize(rows.astype(jnp.float32), named, sequence, stored)
     elif rows.dtype != dtype:  # 8-bit numbers, which every dtype of q represents exactly
         rows = rows.astype(jnp.float32).astype(dtype)
     return rows.reshape(-1, *pages.shape[2:])
+
+
+def _dequantize(rows: jax.Array, named: jax.Array, sequence: jax.Array, stored: PageScales) -> jax.Array:
+    """Turn the numbers of the named pages, f32 `[n, page_size, K, D]`, into keys or values."""
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x[named].astype(jnp.float32), rows.shape[-1] // x.shape[-1], axis=-1)
+
+    if stored.scales is not None:
+        rows = rows * spread(stored.scales)
+    if stored.zeros is not None:
+        rows = rows + spread(stored.zeros)
+    return rows if stored.sequences is None else rows * stored.sequences[sequence][:, None]
 
 
 def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:

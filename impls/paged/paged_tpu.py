@@ -24,11 +24,16 @@ whole block. For a single query, the products of eight heads are issued before t
 block are started among them. A block of 512 keys then takes 1,011 cycles, with the start of 64 copies (compiler's
 schedule on v5e, libtpu 0.0.50.1, depth 128, bf16, eight query heads for each of eight key/value heads). Products alone
 keep the matrix units busy for 768 of them.
+
+Masks over sequences (docs/contract.md, section 8) are applied in every block within the window, but a mask of trees
+only from the keys of the queries on.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,10 +72,11 @@ from impls.paged.paged_plan import (
     QueryTiles,
     build_tiles,
     compute_allowed,
+    compute_changed_logits,
     compute_logits,
     find_key_range,
 )
-from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, repeat_lanes, sum_by_lane
+from impls.pallas_tpu.tpu_tiles import EMPTY_MAXIMUM, SUBLANES, make_column, repeat_lanes, round_up, sum_by_lane
 from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
@@ -117,12 +123,34 @@ class Tile(NamedTuple):
     position: Scalar  # position of the first query in its sequence
     most: int  # largest number of queries per tile
     group: int  # query heads per key/value head
+    keys: Any = None  # number of keys of its sequence; None if no query sees a key after its own position
+    sequence: Any = None  # None without functions of places
+    before: Any = None  # number of its sequence's keys before those of the queries; None without a mask of trees
 
     def sized(self, do: Callable[[int], None]) -> None:
         """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
         pl.when(self.queries == 1)(functools.partial(do, 1))
         if self.most > 1:
             pl.when(self.queries != 1)(functools.partial(do, self.most))
+
+    def find_seen_keys(self, plan: PagedPlan) -> tuple[Any, Any]:
+        """Find the first key that some query of the tile sees, and one past the last."""
+        low, _ = find_key_range(plan, self.position, self.keys)
+        _, high = find_key_range(plan, self.position + (self.queries - 1), self.keys)
+        return low, high
+
+
+class FurtherRefs(NamedTuple):
+    """Refs of operands that only some calls have; None in other calls."""
+
+    keys: Any = None  # SMEM [L], number of keys of each tile's sequence
+    before: Any = None  # SMEM [L], how many of them lie before those of the queries
+    # VMEM [block_q, columns] bf16, 1 where a query of the tile sees a key of its sequence, or that of a query.
+    mask: Any = None
+    tree_mask: Any = None
+    # Of each query head, f32 `[K, p, LANES]`, the same in every lane. The rows of a tile repeat these p rows.
+    logit_scale: Any = None
+    alibi_slopes: Any = None
 
 
 def compute_tile(
@@ -132,12 +160,19 @@ def compute_tile(
     q_ref: Ref,
     cache: PageCache,
     heads: HeadRefs,
+    further: FurtherRefs,
     results: Results,
 ) -> None:
     """Compute the tile of this grid step, and start the copies for the next one."""
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
+    if further.keys is not None:
+        tile = tile._replace(keys=further.keys[number])
+    if further.before is not None:
+        tile = tile._replace(before=further.before[number])
+    if plan.mask_mod is not None or plan.score_mod is not None:
+        tile = tile._replace(sequence=tiles.sequence[number])
     # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
     pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
@@ -146,10 +181,13 @@ def compute_tile(
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
     # The products of a single query leave the scalar unit idle, which can start copies meanwhile.
-    may_overlap = cache.paired and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    hides = _hides_places(plan, further)
+    may_overlap = (
+        cache.paired and not hides and num_kv_heads == _count_together(num_kv_heads, count_rows(plan, 1, group))
+    )
 
     def overlaps(start: Scalar, next_tile: Scalar, next_block: Scalar) -> Any:
-        low, high = find_key_range(plan, tile.position)
+        low, high = find_key_range(plan, tile.position, tile.keys)
         sees_all = (tile.queries == 1) & (start >= low) & (start + cache.block <= high)
         known = jnp.minimum(next_tile, blocks.end.shape[0] - 1)
         return sees_all & (next_tile < tiles.total) & is_whole(cache, blocks, known, next_block)
@@ -174,10 +212,11 @@ def compute_tile(
         def add_and_copy() -> None:
             units = _list_units(plan, cache, heads, buffer, count_rows(plan, 1, group), None)
             start_pages = build_starts(cache, tiles, blocks, next_tile, next_block)
-            _add_units(plan, heads, units, cache.block, lambda n, z: z, start_pages)
+            logits = _build_logits(plan, tile, further, units, start, cache.block)
+            _add_units(heads, units, cache.block, logits, start_pages)
 
         def add() -> None:
-            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+            tile.sized(functools.partial(_add_block, plan, tile, cache, heads, further, buffer, start))
 
         if overlapping is None:
             add()
@@ -193,6 +232,11 @@ def compute_tile(
     tile.sized(functools.partial(_write_results, tile, heads, results))
     start_rows(results, tiles, number)
     pl.when(number == tiles.total - 1)(functools.partial(wait_for_rows, results, tiles, number))
+
+
+def _hides_places(plan: PagedPlan, further: FurtherRefs) -> bool:
+    """Check whether a mask may hide keys within the run of keys that a query sees."""
+    return any(x is not None for x in (plan.mask_mod, further.mask, further.tree_mask))
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
@@ -212,8 +256,7 @@ def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs,
     """Split the keys and values of a block, beginning with key `start`, by head; pages interleave heads by token."""
     block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
-    low, _ = find_key_range(plan, tile.position)
-    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+    low, high = tile.find_seen_keys(plan)
 
     def taken(clear: bool) -> None:
         def some(number: Scalar, _: None) -> None:
@@ -253,8 +296,7 @@ def _zero_unseen_latents(
     del heads
     (held,) = cache.held
     size = cache.page_size
-    low, _ = find_key_range(plan, tile.position)
-    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+    low, high = tile.find_seen_keys(plan)
 
     @pl.when((start < low) | (start + cache.block > high))
     def cleared() -> None:
@@ -315,37 +357,138 @@ def _list_units(
     return ComputeUnits(rows // some, some, place, latents, values_of_latents)
 
 
+def _locate(tile: Tile, start: Scalar, shape: tuple[int, int], first: Scalar = 0) -> tuple[Any, Any]:
+    """Locate rows from `first` and keys from `start` on: the position of each pair's query and of its key."""
+    # Padding rows see the same keys as the tile's last query.
+    i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
+    j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return tile.position + jnp.minimum(i, tile.queries - 1), j
+
+
+def _find_heads(tile: Tile, number: Scalar, shape: tuple[int, int]) -> Any:
+    """Find the query head of each row of key/value head `number`."""
+    return number * tile.group + lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(tile.group))
+
+
+def _build_logits(
+    plan: PagedPlan, tile: Tile, further: FurtherRefs, units: ComputeUnits, start: Scalar, block: int
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """Build the function that computes the logits of a unit, in units of log 2, from its number and its products."""
+    of_heads = (further.logit_scale, further.alibi_slopes)
+    if plan.score_mod is None and all(ref is None for ref in of_heads):
+        return lambda number, x: compute_logits(plan, x, LN_2, functools.partial(units.of_keys, number))
+    shape = (units.rows, block)
+    i, j = _locate(tile, start, shape)
+
+    def logits(number: Any, products: jax.Array) -> jax.Array:
+        factor, slopes = (None if ref is None else _repeat_heads(ref[number], shape) for ref in of_heads)
+        return compute_changed_logits(
+            plan,
+            products,
+            lambda: (tile.sequence, _find_heads(tile, number, shape), i, j),
+            factor=factor,
+            slopes=slopes,
+            unit=LN_2,
+            of_keys=functools.partial(units.of_keys, number),
+        )
+
+    return logits
+
+
+def _repeat_heads(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Repeat the numbers of a group's heads, `[p, LANES]`, to `shape`."""
+    rows, block = shape
+    return repeat_lanes(jnp.concatenate([x] * -(-rows // len(x)))[:rows], block)
+
+
 def _add_block(
-    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar, size: int
+    plan: PagedPlan,
+    tile: Tile,
+    cache: PageCache,
+    heads: HeadRefs,
+    further: FurtherRefs,
+    buffer: Scalar,
+    start: Scalar,
+    size: int,
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
     list_units = functools.partial(_list_units, plan, cache, heads, buffer, rows)
     units = list_units(None)
     shape = (units.rows, block)
+    build_logits = functools.partial(_build_logits, plan, tile, further, units, start, block)
 
     def sees(first: Scalar) -> jax.Array:
-        # Padding rows see the same keys as the tile's last query.
-        i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
-        j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
-        return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j)
+        return compute_allowed(plan, *_locate(tile, start, shape, first), tile.keys)
 
     def seen_in_part() -> None:
+        logits = build_logits()
         of_all = sees(0) if units.rows == rows else None
+        if further.mask is not None or further.tree_mask is not None:
+            of_all = of_all & _look_up_masks(tile, further, start, size, shape)
 
-        def masked(number: Scalar, z: jax.Array) -> jax.Array:
-            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # equation (3)
+        def masked(number: Scalar, products: jax.Array) -> jax.Array:
+            z = logits(number, products)
+            allowed = sees(number * units.rows) if of_all is None else of_all
+            if plan.mask_mod is not None:
+                allowed = allowed & _call_mask(plan, tile, number, *_locate(tile, start, shape))
+            return jnp.where(allowed, z, -jnp.inf)  # equation (3)
 
         of_tile = list_units(lambda j: (start + j >= first) & (start + j < end))
-        _add_units(plan, heads, of_tile, block, masked)
+        _add_units(heads, of_tile, block, masked, hides=_hides_places(plan, further))
 
-    first, _ = find_key_range(plan, tile.position)
-    _, end = find_key_range(plan, tile.position + (tile.queries - 1))
-    low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
-    _, high = find_key_range(plan, tile.position)
+    first, end = tile.find_seen_keys(plan)
+    if plan.mask_mod is not None or further.mask is not None:
+        seen_in_part()
+        return
+    low, _ = find_key_range(plan, tile.position + (tile.queries - 1), tile.keys)
+    _, high = find_key_range(plan, tile.position, tile.keys)
     seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
-    pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
+    if further.tree_mask is not None:
+        seen = seen & (start + block <= tile.before)
+    pl.when(seen)(lambda: _add_units(heads, units, block, build_logits()))
     pl.when(jnp.logical_not(seen))(seen_in_part)
+
+
+def _look_up_masks(tile: Tile, further: FurtherRefs, start: Scalar, size: int, shape: tuple[int, int]) -> jax.Array:
+    """Look up which keys of a block the rows of a tile see by the masks that are arrays.
+
+    Two products with zeros and ones select numbers: keys of the block from columns, and the query of each row.
+    """
+    rows, block = shape
+    masks = ((further.mask, jnp.int32(0)), (further.tree_mask, tile.before))
+    found = [_select_columns(ref, size, start - first, block) for ref, first in masks if ref is not None]
+    sees = functools.reduce(operator.mul, found)  # [size, block]
+    if size == 1:
+        return jnp.broadcast_to(sees, shape) > 0.5
+    query = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows, size), 0) // jnp.int32(tile.group), tile.queries - 1)
+    of_row = lax.broadcasted_iota(jnp.int32, (rows, size), 1) == query
+    return multiply_tiles(_count_true(of_row), sees.astype(jnp.bfloat16), (1, 0)) > 0.5
+
+
+def _select_columns(ref: Ref, size: int, start: Scalar, block: int) -> jax.Array:
+    """Select columns `start` to `start + block` of `size` rows, f32; 1 for columns before the first."""
+    columns = ref.shape[1]
+    width = min(columns, round_up(block, LANES) + LANES)
+    # Loads begin at whole registers, columns do not.
+    at = pl.multiple_of(jnp.clip(start // LANES * LANES, 0, columns - width), LANES)
+    column = start + lax.broadcasted_iota(jnp.int32, (width, block), 1)
+    is_chosen = lax.broadcasted_iota(jnp.int32, (width, block), 0) + at == column
+    found = multiply_tiles(ref[:size, pl.ds(at, width)], _count_true(is_chosen), (1, 0))
+    return jnp.where(start + lax.broadcasted_iota(jnp.int32, found.shape, 1) < 0, 1.0, found)
+
+
+def _count_true(x: jax.Array) -> jax.Array:
+    """Convert booleans to zeros and ones, which products in bf16 add up exactly."""
+    return jnp.where(x, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def _call_mask(plan: PagedPlan, tile: Tile, number: Scalar, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Call `mask_mod` for the rows at positions `i` of key/value head `number` and the keys `j`."""
+    assert plan.mask_mod is not None
+    found = jnp.asarray(plan.mask_mod(tile.sequence, _find_heads(tile, number, i.shape), i, j))
+    # Booleans that differ by sequence alone are no vector, and only numbers can be made one.
+    return found if found.shape == i.shape else jnp.broadcast_to(found.astype(jnp.int32), i.shape) != 0
 
 
 def _count_together(units: int, rows: int) -> int:
@@ -355,18 +498,22 @@ def _count_together(units: int, rows: int) -> int:
 
 
 def _add_units(
-    plan: PagedPlan,
     heads: HeadRefs,
     units: ComputeUnits,
     block: int,
-    masked: Callable[[Any, jax.Array], jax.Array],
+    logits: Callable[[Any, jax.Array], jax.Array],
     start_pages: Callable[[int, int], None] = lambda number, of: None,
+    *,
+    hides: bool = False,
 ) -> None:
     """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit.
 
     If units have few rows, the products of all units that are computed together are issued first.
 
     Args:
+      logits: function of a unit's number and its products that computes logits in units of log 2, -inf where a query
+        does not see a key.
+      hides: whether no row of a unit may see a key that the tile sees.
       start_pages: function that starts a part of the copies of the next block: part `number` of `of` parts. It needs
         all units to be computed together.
     """
@@ -376,6 +523,12 @@ def _add_units(
 
     def products_of(number: Scalar, n: int) -> jax.Array:
         return multiply_tiles(heads.q[units.place(number)], units.keys(number, n % 2), (1, 1))  # [rows, block]
+
+    def scale_weights(number: Scalar, weights: jax.Array, z: jax.Array) -> jax.Array:
+        scaled = units.of_values(number, weights)
+        if not hides or heads.scales is None:
+            return scaled
+        return jnp.where(z == -jnp.inf, 0.0, scaled)  # scales of hidden keys may be NaN
 
     def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
@@ -387,13 +540,14 @@ def _add_units(
             products, (before, total, acc) = coming[n], softmax[n]  # [rows, block]; [rows, LANES] twice, [rows, V]
             if n + ahead < several:
                 coming.append(products_of(these[n + ahead], n + ahead))
-            z = compute_logits(plan, products, LN_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
-            z = masked(this, z)  # hidden pairs get -inf, equation (3)  # [rows, block]
+            z = logits(this, products)  # equations (1) to (3)  # [rows, block]
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
             values = units.values(this, n % 2)  # [block, V]
+            if hides:
+                values = _zero_hidden(values, z)
             acc = acc * repeat_lanes(decay, depth_v) + multiply_tiles(
-                units.of_values(this, weights).astype(values.dtype), values, (1, 0)
+                scale_weights(this, weights, z).astype(values.dtype), values, (1, 0)
             )  # weighted sum of values, equation (6)
             softmax[n] = top, total * decay + sum_by_lane(weights), acc  # sum of weights, equation (5)
         for this, found in zip(these, softmax, strict=True):
@@ -401,6 +555,16 @@ def _add_units(
             heads.max[place], heads.sum[place], heads.out[place] = found
 
     lax.fori_loop(jnp.int32(0), jnp.int32(units.total // several), of_units, None)
+
+
+def _zero_hidden(values: jax.Array, z: jax.Array) -> jax.Array:
+    """Zero the values `[block, V]` of keys that no row sees: they may be NaN, and 0 * NaN is not 0.
+
+    Each key/value head has its own, since a mask may hide a key from the query heads of one of them alone.
+    """
+    largest = make_column(z.max(axis=0, keepdims=True))  # [block, LANES]
+    is_hidden = repeat_lanes(largest, values.shape[1]) == -jnp.inf
+    return jnp.where(is_hidden, 0.0, values.astype(jnp.float32)).astype(values.dtype)
 
 
 def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> None:
@@ -435,10 +599,14 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
     blocks = build_blocks(plan, operands, tiles)
     # Padded for a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
-    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
-    arrays = (q, *_list_pages(operands))
+    lists, blocked = _build_lists(plan, operands, tiles), _build_blocked(plan, operands, tiles)
+    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks, *lists.values())
+    pages = _list_pages(operands)
+    arrays = (q, *pages, *blocked.values())
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
-    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1, interpret)
+    kernel = functools.partial(
+        _kernel, plan, operands.page_indices.shape[1], len(pages), interpret, tuple(lists), tuple(blocked)
+    )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
     out, statistics = pl.pallas_call(
@@ -451,7 +619,13 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
             grid=(tiles.total,),
             in_specs=[
                 pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0)),
-                *[anywhere] * len(arrays[1:]),
+                *[anywhere] * len(pages),
+                *(
+                    pl.BlockSpec((None, *x.shape[1:]), lambda tile, *_: (tile, 0, 0))
+                    if name in _MASKS
+                    else pl.BlockSpec(x.shape, lambda tile, *_: (0, 0, 0))
+                    for name, x in blocked.items()
+                ),
             ],
             out_specs=[anywhere] * 2,
             scratch_shapes=_build_scratch(plan, operands),
@@ -471,6 +645,41 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part
         max=jnp.where(there, statistics[..., :1], -jnp.inf),
         sum=jnp.where(there, statistics[..., 1:2], 0.0),
     )
+
+
+_MASKS = ("mask", "tree_mask")
+
+
+def _build_lists(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
+    """Build the lists of `FurtherRefs` in scalar memory that the call needs, by name."""
+    found = {} if plan.right == 0 else {"keys": operands.kv_lens[tiles.sequence]}
+    if operands.tree_mask is not None:
+        found["before"] = (operands.kv_lens - jnp.diff(operands.cu_q_lens))[tiles.sequence]
+    return found
+
+
+def _build_blocked(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> dict[str, jax.Array]:
+    """Build the arrays of `FurtherRefs` in VMEM that the call needs, by name."""
+    group = operands.q.shape[1] // operands.k_pages.shape[2]
+    masks = {name: x for name in _MASKS if (x := getattr(operands, name)) is not None}
+    of_heads = {"logit_scale": operands.logit_scale, "alibi_slopes": operands.alibi_slopes}
+    return {
+        **{name: _gather_tile_rows(x, tiles, plan.block_q) for name, x in masks.items()},
+        **{name: _build_head_rows(x, group) for name, x in of_heads.items() if x is not None},
+    }
+
+
+def _gather_tile_rows(mask: jax.Array, tiles: QueryTiles, block_q: int) -> jax.Array:
+    """Gather the rows of each tile's queries, `[L, block_q, columns]` bf16, with whole lanes of columns."""
+    columns = mask.shape[1]
+    padded = jnp.pad(mask, ((0, 0), (0, round_up(columns, LANES) - columns))).astype(jnp.bfloat16)
+    return padded.at[tiles.row[:, None] + jnp.arange(block_q, dtype=jnp.int32)].get(mode="clip")
+
+
+def _build_head_rows(x: jax.Array, group: int) -> jax.Array:
+    """Repeat numbers of query heads `[N]` until the heads of a group fill whole registers, `[K, p, LANES]`."""
+    rows = jnp.tile(x.astype(jnp.float32).reshape(-1, group), (1, math.lcm(group, SUBLANES) // group))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
 def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
@@ -525,16 +734,26 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
 
 
 def _kernel(
-    plan: PagedPlan, pages_per_seq: int, copied: int, interpret: Interpret, page_indices: Any, *refs: Ref
+    plan: PagedPlan,
+    pages_per_seq: int,
+    copied: int,
+    interpret: Interpret,
+    lists: tuple[str, ...],
+    blocked: tuple[str, ...],
+    page_indices: Any,
+    *refs: Ref,
 ) -> None:
-    scalars, (q, *arrays) = refs[: _NUM_TILE_LISTS + _NUM_BLOCK_LISTS], refs[_NUM_TILE_LISTS + _NUM_BLOCK_LISTS :]
-    pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
+    num_lists = _NUM_TILE_LISTS + _NUM_BLOCK_LISTS + len(lists)
+    scalars, (q, *arrays) = refs[:num_lists], refs[num_lists:]
+    pages, arrays = arrays[:copied], arrays[copied:]
+    further = dict(zip((*lists, *blocked), (*scalars[num_lists - len(lists) :], *arrays[: len(blocked)]), strict=True))
+    out, statistics, *scratch = arrays[len(blocked) :]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
     steps: Any = pl.num_programs(0)
     compute_tile(
         plan,
         QueryTiles(steps, *scalars[:_NUM_TILE_LISTS]),
-        PageBlocks(*scalars[_NUM_TILE_LISTS:]),
+        PageBlocks(*scalars[_NUM_TILE_LISTS : _NUM_TILE_LISTS + _NUM_BLOCK_LISTS]),
         q,
         PageCache(
             page_indices,
@@ -546,6 +765,7 @@ def _kernel(
             reshapes=isinstance(interpret, bool),
         ),
         HeadRefs(*heads),
+        FurtherRefs(**further),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )
 

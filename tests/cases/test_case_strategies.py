@@ -93,7 +93,8 @@ def test_every_part_of_the_space_is_reached() -> None:
     found = drawn(50, draw_cases())
     features = {feature for case in found for feature in case.features}
     # Forms are drawn only for those who take no others, below; cases with dropout have a check of their own.
-    of_forms = {*FORMS, "tree", "placed", "later_pages", "packed_segments", "q_fp8"}
+    of_forms = {*FORMS, "tree", "placed", "later_pages", "packed_segments", "q_fp8", "q_descale"}
+    of_forms |= {"kv_sequence_scales", "kv_mxfp8", "kv_nvfp4", "kv_channel_scales"}
     assert features == set(FEATURES) - of_forms - {"dropout"}
     for field, values in (("distribution", DISTRIBUTIONS), ("segments", SEGMENTS), ("bias", BIASES)):
         assert set(values) <= {getattr(case, field) for case in found}

@@ -16,6 +16,7 @@ from conformance.check_api.subject import Subject
 from conformance.checks.differentiation import check_second_derivatives
 from conformance.checks.limits import check_limits
 from conformance.execution.executor import Executor
+from conformance.execution.implementation_registry import find_implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.truth import tolerances
 from reports.records import FAIL, PASS, UNSUPPORTED
@@ -102,3 +103,10 @@ def test_a_row_without_keys_whose_sink_is_minus_infinity_is_empty(guarded: bool,
     found = {judgement.observable: judgement.verdict for judgement in check_limits(build_subject(function, _SUNK))}
     assert found["out.nothing_left"] == verdict
     assert found["out.no_sinks"] == PASS
+
+
+def test_sinks_of_minus_infinity_are_not_moved() -> None:
+    case = parse_case_id("train/f32/B1.T24.S24.N4.K4.H16.V16/full/sinksedge/normal/s0")
+    subject = Subject(Executor(find_implementation("dot_product")), case, tolerances.load_default_tolerances())
+    found = {one.observable: one.verdict for one in check_second_derivatives(subject)}
+    assert found["second.dsinks"] == PASS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from cases import operand_values
-from cases.case import Case, CaseIdError
+from cases.case import KV_FEATURES, Case, CaseIdError
 from cases.case_id import parse_case_id
+from cases.quantization import READ_CACHES, split_level
 from cases.storage_forms.server_traces import build_traces
 from cases.storage_forms.storage_layout import NOBODY
 from conformance.check_api.scopes import ImplementationGrids
@@ -196,9 +198,50 @@ def test_residuals_of_one_that_needs_scales_are_found() -> None:
     assert build_implementation(with_logsumexp, "kernel").residuals == {"logsumexp"}
 
 
+_TABLES = "page_indices, kv_lens, cu_q_lens"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "features", "cases"),
+    [
+        ("k_descale, v_descale", {"kv_int8", "kv_fp8", "kv_sequence_scales"}, ("kvint8-sequence", "kvfp8-sequence")),
+        ("k_descale=None, v_descale=None", {"kv_int8", "kv_fp8", "kv_sequence_scales"}, ("kvfp8-sequence", None)),
+        (
+            "k_descale, v_descale, q_descale",
+            {"kv_int8", "kv_fp8", "kv_sequence_scales", "q_descale"},
+            ("kvfp8-sequence/qfp8",),
+        ),
+        ("k_block_scales, v_block_scales", {"kv_mxfp8"}, ("kvmxfp8-block",)),
+        (
+            "k_block_scales, v_block_scales, k_global_scale, v_global_scale",
+            {"kv_mxfp8", "kv_nvfp4"},
+            ("kvnvfp4-block",),
+        ),
+        (
+            "k_channel_scales, k_channel_zeros, v_token_scales, v_token_zeros",
+            {"kv_channel_scales"},
+            ("kvuint8-channel",),
+        ),
+    ],
+)
+def test_parameters_say_which_scales_a_function_takes(
+    parameters: str, features: set[str], cases: tuple[str | None, ...]
+) -> None:
+    made = build_implementation(eval(f"lambda q, k, v, *, {_TABLES}, {parameters}: q"), "kernel")
+    assert made.offers & {*KV_FEATURES, "q_descale", "q_fp8"} == features
+    caches = ("kvint8-token", "kvint8-tensor", "kvfp8-sequence/qfp8", *READ_CACHES, None)
+    plain = parse_case_id(PLAIN.replace("f32", "bf16").replace("H16.V16", "H32.V32"))
+    taken = {level for level in caches if made.supports(dataclasses.replace(plain, **split_level(level))) is None}
+    assert taken >= set(cases)
+    assert len(taken) <= max(len(cases), 3 if "None" in parameters else 1)
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_block_scales", "lacks 'v_block_scales' [^']*$"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_descale, q_descale", "lacks 'v_descale'"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_channel_scales, v_token_scales", "lacks 'k_channel_zeros'"),
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scales", r"lacks 'v_scales' \(the scales of v_pages, \["),
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, v_scales=None", "lacks 'k_scales'"),
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scale", r"lacks 'v_scale' \(the scale of all v_pages, a"),

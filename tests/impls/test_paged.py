@@ -73,14 +73,15 @@ def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], 
     st.sampled_from([1, 3, 8]),
     st.sampled_from([1, 2, 5]),
     st.sampled_from([None, 0, 6]),
+    st.sampled_from([None, 0, 3]),
 )
 def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
-    sequences: list[tuple[int, int]], block_q: int, block_pages: int, left: int | None
+    sequences: list[tuple[int, int]], block_q: int, block_pages: int, left: int | None, right: int | None
 ) -> None:
     q_lens = [q_len for q_len, _ in sequences]
     # Some sequences have fewer keys than queries: the first of these see none.
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
-    plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
+    plan = PagedPlan(left=left, right=right, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
     tiles = build_tiles(given_, block_q)
     blocks = on_host(build_blocks(plan, given_, tiles))
     tiles = on_host(tiles)
@@ -89,7 +90,9 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     for number in range(total):
         first = int(tiles.position[number])
         last = first + int(tiles.queries[number]) - 1
-        seen = {j // page_size for j in range(0 if left is None else max(first - left, 0), last + 1)}
+        keys = int(given_.kv_lens[tiles.sequence[number]])
+        stop = keys if right is None else last + 1 if right == 0 else min(last + right + 1, keys)
+        seen = {j // page_size for j in range(0 if left is None else max(first - left, 0), stop)}
         copied = set(range(int(blocks.slot[number]), int(blocks.end[number])))
         assert copied == seen
         assert blocks.length[number] == -(-len(seen) // block_pages)
@@ -245,6 +248,38 @@ def test_heads_that_are_loaded_in_pairs_conform(case: str) -> None:
     found = Runner(Settings()).run(plan.jobs)
     assert {record.check for record in found if record.verdict == PASS} == set(checks)
     assert [record for record in found if record.verdict in RED] == []
+
+
+MASKS = {
+    "ahead": "prefill/f32/B4.T13.S145.N6.K2.H64.V48/window-l9-r3_at-145-16-17-9/softcap30/alibi/paged16-q13-1-1-9",
+    "tree": "prefill/bf16/B4.T13.S145.N4.K2.H128.V128/tree-13-1-1-9_at-145-16-17-9/logitscale/paged16-q13-1-1-9",
+    "varying": "prefill/bf16/B4.T13.S145.N4.K2.H128.V128/varying-l4_at-145-16-17-9/score-rows/paged5-q13-1-1-9",
+    "array": "prefill/f32/B4.T13.S145.N4.K2.H64.V64/dense-d40_at-145-16-17-9/sinks/alibi/logitscale/paged16-q13-1-1-9",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name == "tree" else pytest.mark.long) for name, case in MASKS.items()],
+)
+def test_masks_over_sequences_conform_on_a_tpu(case: str) -> None:
+    """Judge values that a mask hides, which may be NaN, and copies that are started under masks."""
+    checks = ("forward", "residuals", "poison", "interpreter")
+    implementation = implementation_registry.find_implementation("paged_tpu")
+    plan = run_plan.plan_case(
+        implementation, parse_case_id(f"{case}/normal/s0"), [CHECKS_BY_NAME[check] for check in checks]
+    )
+    found = Runner(Settings()).run(plan.jobs)
+    assert {record.check for record in found if record.verdict == PASS} == set(checks)
+    assert [record for record in found if record.verdict in RED] == []
+
+
+def test_a_tpu_takes_no_function_that_captures_an_array() -> None:
+    table = jnp.arange(8) % 2 == 0
+    with pytest.raises(NotImplementedError, match="a mask_mod that captures an array: pass the array as mask"):
+        call(backend="tpu", mask_mod=lambda b, n, i, j: table[j])
+    with pytest.raises(NotImplementedError, match="a score_mod that captures an array: compute the score"):
+        call(backend="tpu", score_mod=lambda x, b, n, i, j: x + table[j])
 
 
 BYTES: dict[str, Any] = {name: x.astype(jnp.int8) for name, x in PAGES.items()}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.bank import PlantedBug
-from tests.planted.computing import moba_tpu, paged_gpu, paged_tpu, paged_tpu_latent, paged_tpu_scales, splash_packed
+from tests.planted.computing import (
+    moba_tpu,
+    paged_gpu,
+    paged_tpu,
+    paged_tpu_latent,
+    paged_tpu_masks,
+    paged_tpu_scales,
+    splash_packed,
+)
 from tests.planted.computing.flash_gpu import mosaic, packed
 from tests.planted.features import alibi
 
@@ -16,6 +24,7 @@ MODULES = (
     paged_gpu,
     paged_tpu,
     paged_tpu_latent,
+    paged_tpu_masks,
     paged_tpu_scales,
     splash_packed,
     alibi,

@@ -251,6 +251,14 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(_CAUSAL, _TRAINED),
     ),
     _gathered(
+        "padding-named-in-the-backward-pass",
+        ListSteps(is_named_backward=lambda lists, call: jnp.full(lists.shape, True)),
+        kind="backward",
+        reference="Dao-AILab/flash-attention#2755, gradients of keys and values added at entries of -1",
+        shows="dk dv",
+        trigger=_TRAINED,
+    ),
+    _gathered(
         "head-groups-interleaved",
         ListSteps(repeat=lambda x, group: jnp.concatenate([x] * group, axis=-2)),
         kind="heads",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from conformance.mutation.kernels.triggers import Trigger, has
 from impls import dot_product
 from impls.contract.implementation import Implementation
@@ -57,6 +58,35 @@ def paged_latent(name: str, steps: LatentSteps = LatentSteps()) -> Implementatio
         empty_rows="zero",
         unsupported={"train": "a cache is read, not differentiated"},
         refuses_by_signature=True,
+    )
+
+
+def scaled_latent(name: str, scales: Step = lambda scales, scale: (scales, scales, scale, scale)) -> Implementation:
+    """The kernel over latents with scales; the step gives the scales of keys and of values, by token and as numbers."""
+    attend = paged_by(PagedSteps())
+
+    def attention(
+        q: Array,
+        latent_pages: Array,
+        *,
+        value_dim: int,
+        latent_scales: Array | None = None,
+        latent_scale: float | None = None,
+        **options: Any,
+    ) -> Any:
+        of_keys, of_values, k_scale, v_scale = scales(latent_scales, latent_scale)
+        if latent_scales is None:
+            options |= {"k_scale": k_scale, "v_scale": v_scale}
+        else:
+            options |= {"k_scales": of_keys[..., None], "v_scales": of_values[..., None]}
+        latents = latent_pages[:, :, None]
+        return attend(q, latents, latents[..., :value_dim], **options)
+
+    return dataclasses.replace(
+        paged_latent(name),
+        call=attention,
+        offers=SCALED_FEATURES | WHOLE_FEATURES,
+        supports_case=lambda case: None if case.kv_cache else "latents without scales",
     )
 
 

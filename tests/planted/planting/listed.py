@@ -68,6 +68,7 @@ class ListSteps:
 
     read: Step = lambda lists, call: lists
     is_named: Step = lambda lists, call: lists >= 0
+    is_named_backward: Step | None = None
     find_place: Step = lambda lists, call: jnp.maximum(lists, 0)
     is_allowed: Step = _is_allowed
     is_allowed_backward: Step | None = None
@@ -110,7 +111,8 @@ def _find(
     lists = steps.read(lists, call)
     place = steps.find_place(lists, call)
     is_allowed = steps.is_allowed_backward if backward and steps.is_allowed_backward else steps.is_allowed
-    seen = steps.is_named(lists, call) & is_allowed(place, call)
+    is_named = steps.is_named_backward if backward and steps.is_named_backward else steps.is_named
+    seen = is_named(lists, call) & is_allowed(place, call)
     k, v = (steps.clean(x, seen) for x in gather(place, call))
     group = q.shape[-2] // k.shape[-2]
     k, v = (steps.repeat(x, group) for x in (k, v))
