@@ -224,7 +224,7 @@ def _quantize_range(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Store `x` in `low` to `high` as whole numbers from 0 on; returns them, f32 scales and f32 zero points.
 
-    The zero point is `low`, which is added to a stored number times its scale (KIVI, arXiv:2402.02750, section 3.1).
+    The zero point is `low`, which is added to a stored number times its scale (KIVI, arXiv:2402.02750).
     """
     scales = np.where(high == low, 1.0, (high - low) / _LARGEST[kind]).astype(np.float32)
     zeros = low.astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 from cases import quantization
 from cases.case import CaseIdError
 from cases.case_id import parse_case_id
-from cases.operand_values import draw_problem
+from cases.operand_values import build_hollow_problem, draw_problem
 from cases.quantization import quantize_cache
 from cases.storage_forms.storage_layout import NOBODY
 from conformance.execution.executor import Executor
@@ -126,6 +126,16 @@ def test_rows_of_blocks_and_sequences_lie_where_kernels_look() -> None:
     assert np.isnan(rows[4:]).all()
     factor = np.repeat(problem.q_descale, 2, axis=1)[0]
     assert np.array_equal(found["q"][:21].astype(float) * factor[:, None], problem.q[0].astype(float))
+
+
+@pytest.mark.parametrize("cache", [*quantization.READ_CACHES, "kvfp8-sequence/qfp8"])
+def test_a_problem_without_values_has_the_shapes_of_a_drawn_one(cache: str) -> None:
+    case = parse_case_id(f"{SIZES}/{cache}/paged16-q21-1-1-8/normal/s0")
+    drawn, hollow = draw_problem(case), build_hollow_problem(case)
+    names = ("q", "k", "v", "kv_scales", "kv_zeros", "kv_global_scales", "q_scale", "q_descale")
+    for name in names:
+        pair = jax.tree.map(lambda x: (np.shape(x), np.asarray(x).dtype), (getattr(drawn, name), getattr(hollow, name)))
+        assert pair[0] == pair[1], name
 
 
 @pytest.mark.parametrize(
