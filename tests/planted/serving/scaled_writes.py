@@ -412,4 +412,11 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="kvupdate.written",
         reference="inferred from layers that share a cache (tpu-inference 0.32.0, update_kv_cache)",
     ),
+    _bug(
+        "logsumexp-in-base-2-without-being-asked-to-write",
+        ScaledSteps(logsumexp=lambda lse, update_kv_cache: lse if update_kv_cache else lse / math.log(2)),
+        kind="kvupdate.residuals",
+        reference="inferred from flashinfer, whose logsumexp has base 2, for a call that only reads",
+        shows="logsumexp",
+    ),
 )
