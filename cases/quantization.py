@@ -63,6 +63,8 @@ error of two units in the last place on some accelerators.
 _QUOTIENT_ROUNDINGS = 3
 _COMPUTED_ERROR = SCALE_ERROR + _QUOTIENT_ROUNDINGS * 2.0**-24  # the same in f32 for scales that are computed
 _ZERO_TOKENS = 13  # one in so many tokens of a head is zero
+_TINY_TOKENS = 7  # one in so many is smaller by `_TINY`, which shows the bounds that kernels put on scales; not in f16
+_TINY = 2.0**-30
 _SHARE_OF_ROOM = 0.9  # how much of the room between a stored number and a tie is used
 _BEYOND = (1.1, 1.9)  # what is too large for the stored dtype is so many times the largest number
 
@@ -170,7 +172,9 @@ def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
     if cache in (*GIVEN_CACHES, *UNIT_CACHES):
         return _quantize_written(x, kind, is_unit=cache in UNIT_CACHES)
     exact = x.astype(np.float64)
-    if cache in COMPUTED_CACHES:  # some tokens are zero in a head
+    if cache in COMPUTED_CACHES:  # some tokens are tiny in a head, and some are zero
+        if x.dtype != np.float16:
+            exact[np.arange(exact[..., 0].size).reshape(exact.shape[:3]) % _TINY_TOKENS == 0] *= _TINY
         exact[np.arange(exact[..., 0].size).reshape(exact.shape[:3]) % _ZERO_TOKENS == _ZERO_TOKENS - 2] = 0.0
     axes = {"token": (3,), "computed": (3,), "head": (0, 1, 3), "sequence": (1, 3), "tensor": (0, 1, 2, 3)}[by]
     peak = np.abs(exact).max(axis=axes, keepdims=True)

@@ -131,8 +131,8 @@ def _add_first_tokens(model: Model, *further: Shape) -> Model:
 
 
 def _add_tokens(lengths: SequenceLengths, slots: int, first: int) -> SequenceLengths:
-    """Add `first` tokens to sequences that fill a ring of `slots` slots; shorter ones stay, some without a turn."""
-    return tuple((queries, keys + first if keys >= slots else keys) for queries, keys in lengths)
+    """Add `first` tokens to sequences that fill a ring of `slots` slots or all but one; shorter ones stay."""
+    return tuple((queries, keys + first if keys >= max(1, slots - 1) else keys) for queries, keys in lengths)
 
 
 _MAX_DRAWN_QUERIES = 12

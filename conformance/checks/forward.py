@@ -38,7 +38,7 @@ def check_forward(subject: Subject) -> Iterator[Judgement]:
     yield judgement
     if subject.implementation.writes_pages:
         yield from page_comparison.check_pages(subject, save_residuals=False)
-        yield from page_comparison.check_pages_without_update(subject)
+        yield from page_comparison.check_pages_without_update(subject, save_residuals=False)
 
 
 def check_residuals(subject: Subject) -> Iterator[Judgement]:
@@ -57,6 +57,7 @@ def check_residuals(subject: Subject) -> Iterator[Judgement]:
     yield from judge_further(subject, subject.problem, subject.expectation, result.further)
     if subject.implementation.writes_pages:
         yield from page_comparison.check_pages(subject, save_residuals=True)
+        yield from page_comparison.check_pages_without_update(subject, save_residuals=True)
 
 
 def judge_further(

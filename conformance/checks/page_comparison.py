@@ -38,8 +38,8 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
     yield from judge_pages(writing, got)
 
 
-def check_pages_without_update(subject: Subject) -> Iterator[Judgement]:
-    """Check a call with `update_kv_cache=False`, if the implementation takes that.
+def check_pages_without_update(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
+    """Check `out`, residuals and pages of a call with `update_kv_cache=False`, if the implementation takes that.
 
     The pages already hold the new tokens. The tokens that the call gets beside them hold what it must not read: NaN, or
     64 if the implementation declares `behind_mask="finite"`.
@@ -48,13 +48,21 @@ def check_pages_without_update(subject: Subject) -> Iterator[Judgement]:
     stale = 64.0 if subject.implementation.behind_mask == "finite" else np.nan
     tokens = {name: np.full_like(x, stale) for name, x in given.tokens.items()}
     writing = Writing(tokens, given.after, given.after, np.zeros_like(given.written))
-    got = subject.executor.run(page_write_calls.run_without_update, subject.problem, writing.tokens, writing.before)
+    got = subject.executor.run(
+        page_write_calls.run_without_update,
+        subject.problem,
+        writing.tokens,
+        writing.before,
+        save_residuals=save_residuals,
+    )
     if got is None:
         return
-    out = unpack_results({"out": got["out"]}, subject.problem)["out"]
-    yield from add_label(
-        "no_update", [subject.judge("out", out, subject.expectation.forward["out"], subject.judged_out)]
-    )
+    expected, results = subject.expectation.forward, unpack_results(got, subject.problem)
+    yield from add_label("no_update", [subject.judge("out", results["out"], expected["out"], subject.judged_out)])
+    assert subject.problem.storage is not None
+    rows = subject.judged_residuals & (subject.problem.storage.places >= 0)[:, None]
+    for name in (name for name in RESIDUALS if name in results and name in subject.implementation.residuals):
+        yield from add_label("no_update", [subject.judge_residual(name, results[name], expected[name], rows)])
     yield from add_label("no_update", judge_pages(writing, got))
 
 

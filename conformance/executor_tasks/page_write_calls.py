@@ -28,29 +28,31 @@ Program = Any
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """Return the arrays of pages by name as one call returns them, those of scales if it computes these, and `out`.
+    """Return the arrays of pages by name as one call returns them, those of scales if it computes these, and results.
 
-    `out` is packed, `[total_q, N, V]`.
+    `out` is packed, `[total_q, N, V]`, and so are residuals `[total_q, N]`.
 
     `tokens` has the new tokens by name, packed like the queries. `before` has the pages before the call.
     """
     return _run_once(executor, tokens, before, _bind_call(executor, problem, save_residuals=save_residuals))
 
 
-def run_without_update(executor: Executor, problem: Problem, tokens: Values, before: Values) -> Values | None:
+def run_without_update(
+    executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
+) -> Values | None:
     """Return what `run_page_write` returns with `update_kv_cache=False`; None if the call does not take that."""
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     if not call.takes_update:
         return None
-    bound = _bind_call(executor, problem, save_residuals=False, update_kv_cache=False)
+    bound = _bind_call(executor, problem, save_residuals=save_residuals, update_kv_cache=False)
     return _run_once(executor, tokens, before, bound)
 
 
 def _run_once(executor: Executor, tokens: Values, before: Values, bound: tuple[Program, Arrays]) -> Values:
     program, arrays = bound
-    out, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
-    return {name: np.asarray(x) for name, x in {**after, "out": out}.items()}
+    out, residuals, after = executor.jit(program)(arrays, dict(tokens), dict(before))
+    return {name: np.asarray(x) for name, x in {**(residuals or {}), **after, "out": out}.items()}
 
 
 def run_steps(

@@ -77,6 +77,7 @@ class ScaledSteps:
     to_capped: Step = lambda q_scale: 1.0
     out_dtype: Step = lambda dtype: dtype
     updates: Step = lambda update_kv_cache: update_kv_cache
+    logsumexp: Step = lambda lse, update_kv_cache: lse  # by scatter
 
 
 def _quantize(
@@ -149,6 +150,7 @@ def by_scatter(steps: ScaledSteps) -> Callable[..., Any]:
                 scales=lambda *_: steps.scales_to_read(old_scales, new_scales),
                 cap=lambda x, allowed, call: cap_logits(x, allowed, call) * factor,
                 output=lambda out, call: out if q_scale is None else out.astype(steps.out_dtype(q.dtype)),
+                logsumexp=lambda lse, allowed: steps.logsumexp(lse, update_kv_cache),
             ),
         )
         return call(q, *(steps.stored(x, dtype) for x in quotients), k_pages, v_pages, **options)

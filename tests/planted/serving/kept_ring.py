@@ -12,6 +12,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 
+from cases.case import Case
 from conformance.execution.plain_functions import build_implementation
 from conformance.mutation.kernels.triggers import Trigger
 from impls.contract.implementation import Implementation
@@ -38,6 +39,17 @@ def _start_from_length(lengths: Array, slots: int, first: int) -> Array:
     return jnp.where(jnp.arange(slots) < first, kept, find_kept_tokens(lengths + 1, slots, first))
 
 
+def _has_one_free_slot(case: Case) -> bool:
+    return case.stored is not None and (case.stored.size or 0) - 1 in case.kv_lengths
+
+
+def _lose_newest_of_nearly_full(lengths: Array, slots: int, first: int) -> Array:
+    """Take a ring with one free slot for a full one, whose newest token is in the last slot."""
+    token = find_kept_tokens(lengths, slots, first)
+    is_newest = token == lengths[:, None] - 1
+    return jnp.where((lengths == slots - 1)[:, None] & is_newest & (first > 0), -1, token)
+
+
 _IN_STEPS = (
     bug(
         "first-tokens-overwritten-on-wrap",
@@ -56,6 +68,13 @@ _IN_STEPS = (
         KeptSteps(tokens=_start_from_length),
         kind=_PLACE,
         reference="inferred: the index of the next write is kept, and read as that of the last",
+    ),
+    bug(
+        "newest-of-a-nearly-full-kept-ring-lost",
+        KeptSteps(tokens=_lose_newest_of_nearly_full),
+        kind=_PLACE,
+        reference="inferred: lengths that are compared with slots - 1",
+        trigger=lambda case: case.first_tokens > 0 and _has_one_free_slot(case),
     ),
     bug(
         "one-first-token-too-few-kept",

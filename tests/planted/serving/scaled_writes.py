@@ -323,6 +323,20 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from a division of zero by a scale of zero; ml_dtypes has NaN for the e8m0 of such a block",
     ),
     _computed_bug(
+        "computed-scales-not-below-a-bound",
+        ScaledSteps(computed=lambda peaks, dtype: jnp.maximum(peaks, 1e-5) / get_largest(dtype)),
+        kind="kvcompute.bound",
+        reference="inferred from kernels that bound the largest magnitude from below, against a division by zero",
+        trigger=both(_COMPUTED, lambda case: case.dtype != "f16"),
+    ),
+    _computed_token_bug(
+        "computed-scales-not-below-a-small-bound",
+        ScaledSteps(computed=lambda peaks, dtype: jnp.maximum(peaks, 1e-8) / get_largest(dtype)),
+        kind="kvcompute.bound",
+        reference="inferred from kernels that bound the largest magnitude from below, against a division by zero",
+        trigger=both(_COMPUTED, lambda case: case.dtype != "f16"),
+    ),
+    _computed_bug(
         "computed-by-128",
         ScaledSteps(computed=lambda peaks, dtype: compute_scales(peaks, dtype) * (127 / 128)),
         kind="kvcompute.largest",
@@ -397,5 +411,12 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(updates=lambda update_kv_cache: True),
         kind="kvupdate.written",
         reference="inferred from layers that share a cache (tpu-inference 0.32.0, update_kv_cache)",
+    ),
+    _bug(
+        "logsumexp-in-base-2-without-being-asked-to-write",
+        ScaledSteps(logsumexp=lambda lse, update_kv_cache: lse if update_kv_cache else lse / math.log(2)),
+        kind="kvupdate.residuals",
+        reference="inferred from flashinfer, whose logsumexp has base 2, for a call that only reads",
+        shows="logsumexp",
     ),
 )
