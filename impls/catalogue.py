@@ -49,6 +49,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged_gpu",
         "paged_gpu_mosaic",
         "paged_update",
+        "paged_update_tpu",
         "paged_latent",
         "paged_latent_update",
         "paged_latent_tpu",

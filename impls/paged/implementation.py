@@ -126,16 +126,17 @@ def _find_mosaic_limit(case: Case) -> str | None:
     return find_shape_limit(case.head_dim, case.v_head_dim, case.stored.size)
 
 
-def _build_update_implementation(name: str) -> Implementation:
-    """Declare paged attention in plain JAX that writes the new keys and values into pages first."""
+def _build_update_implementation(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
+    """Declare paged attention on `backend` that writes the new keys and values into pages first, in plain JAX."""
     return dataclasses.replace(
-        build_implementation(name),
-        call=functools.partial(attention_with_update, **_JUDGED_SIZES),
-        description="attention over a cache in pages, in plain JAX, new keys and values written into the pages first",
+        build_implementation(name, backend=backend),
+        call=functools.partial(attention_with_update, backend=backend, **_JUDGED_SIZES),
+        description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, new keys and values written first",
         writes_pages=True,
+        accelerator=_build_accelerator(backend, attention_with_update),
         variants={
-            variant: functools.partial(attention_with_update, **changed)
-            for variant, changed in _VARIANTS["portable"].items()
+            variant: functools.partial(attention_with_update, backend=backend, **changed)
+            for variant, changed in _VARIANTS[backend].items()
         },
     )
 
@@ -275,6 +276,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_implementation("paged_gpu", backend="gpu"),
     build_mosaic_implementation("paged_gpu_mosaic"),
     _build_update_implementation("paged_update"),
+    _build_update_implementation("paged_update_tpu", backend="tpu"),
     build_latent_implementation("paged_latent"),
     _build_latent_update_implementation("paged_latent_update"),
     build_latent_implementation("paged_latent_tpu", backend="tpu"),

@@ -365,7 +365,7 @@ def _locate(tile: Tile, start: Scalar, shape: tuple[int, int], first: Scalar = 0
     return tile.position + jnp.minimum(i, tile.queries - 1), j
 
 
-def _find_heads(tile: Tile, number: Scalar, shape: tuple[int, int]) -> Any:
+def _find_heads(tile: Tile, number: Scalar, shape: tuple[int, ...]) -> Any:
     """Find the query head of each row of key/value head `number`."""
     return number * tile.group + lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(tile.group))
 
@@ -425,6 +425,7 @@ def _add_block(
         logits = build_logits()
         of_all = sees(0) if units.rows == rows else None
         if further.mask is not None or further.tree_mask is not None:
+            assert of_all is not None  # latents have no such masks
             of_all = of_all & _look_up_masks(tile, further, start, size, shape)
 
         def masked(number: Scalar, products: jax.Array) -> jax.Array:

@@ -20,6 +20,11 @@ def _calls_mask(case: Case) -> bool:
     return case.mask.startswith(("chunked", "causal_or_spans")) and "_at-" in case.mask
 
 
+def _calls_mask_far(case: Case) -> bool:
+    """Chunks of sequences of several blocks, whose first keys no query sees."""
+    return case.mask.startswith("chunked") and max(case.kv_lengths) > 128 and _calls_mask(case)
+
+
 def _varies(case: Case) -> bool:
     return case.mask.startswith("varying")
 
@@ -63,15 +68,12 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=has("later_pages"),
     ),
     _bug(
-        "paged-tpu-whole-block-by-the-last-query",
-        Change(
-            "paged_tpu",
-            "_, high = find_key_range(plan, tile.position, tile.keys)\n    seen",
-            "_, high = find_key_range(plan, tile.position + (tile.queries - 1), tile.keys)\n    seen",
-        ),
-        kind="mask.whole-block",
-        reference="inferred: whether a whole block is seen is asked for one query of a tile",
-        trigger=has("later_pages"),
+        "paged-tpu-right-side-past-the-last-key",
+        Change("paged_plan", "jnp.minimum(position + (plan.right + 1), end)", "position + (plan.right + 1)"),
+        kind="tail",
+        reference="inferred: a causal mask never reaches past the last key, a window may",
+        trigger=_reaches_ahead,
+        shows="out logsumexp max_logits forward",
     ),
     _bug(
         "paged-tpu-mask-of-queries-counted-from-the-tile",
@@ -92,6 +94,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="mask.place",
         reference="inferred: the place of a key within its block",
+        trigger=_calls_mask_far,
     ),
     _bug(
         "paged-tpu-mask-only-where-a-window-cuts",
@@ -102,6 +105,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="mask.whole-block",
         reference="inferred: blocks within the window of every query are taken as seen whole",
+        trigger=_calls_mask_far,
     ),
     _bug(
         "paged-tpu-mask-called-with-key-heads",
@@ -123,6 +127,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="tail",
         reference="vllm-project/vllm#936, for keys that a mask hides inside a sequence",
         shows="out",
+        trigger=_calls_mask_far,
     ),
     _bug(
         "paged-tpu-distance-from-the-block",
@@ -164,10 +169,10 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=_grows,
     ),
     _bug(
-        "paged-tpu-tree-seen-whole-a-page-too-far",
-        Change("paged_tpu", "(start + block <= tile.before)", "(start + block <= tile.before + cache.page_size)"),
+        "paged-tpu-column-of-the-next-key",
+        Change("paged_tpu", "(width, block), 0) + at == column", "(width, block), 0) + at == column + 1"),
         kind="tree.place",
-        reference="inferred: the border between the keys before a tree and those of the tree, by page",
+        reference="inferred: columns of a tree counted from the first drafted token or from the one before it",
         trigger=_grows,
     ),
     _bug(
