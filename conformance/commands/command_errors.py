@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override] # overloads that differ only in the type of the namespace
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments; refuse empty and repeated ones, and unknown ones, for which known options are suggested."""
+        """Parse arguments; refuse empty ones, repeated cases, and unknown ones, for which known options are suggested."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"{_UNKNOWN_ARGUMENTS}{' '.join(unknown)}")
@@ -58,11 +58,15 @@ class CommandParser(argparse.ArgumentParser):
         return found, []
 
     def _reject_repeated(self, given: list[str]) -> None:
-        """Refuse an option that takes one value and is given more often: all values but the last would be lost."""
+        """Refuse `--case` and `--cases` that take one value and are given more often: only the last would be judged."""
         for action in self._actions:
-            times = sum(given.count(option) for option in action.option_strings)
-            if times > 1 and isinstance(action, argparse._StoreAction):
-                self.error(f"{action.option_strings[0]} takes one value, and is given {times} times")
+            option = action.option_strings[0] if action.option_strings else ""
+            if (
+                option in ("--case", "--cases")
+                and isinstance(action, argparse._StoreAction)
+                and given.count(option) > 1
+            ):
+                self.error(f"{option} takes one value, and is given {given.count(option)} times")
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and end the process with exit code 2."""

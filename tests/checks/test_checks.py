@@ -15,7 +15,7 @@ import pytest
 from cases.case_id import parse_case_id
 from cases.decoding_cases import select_decoding_cases
 from conformance import declare
-from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
+from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INDEXED, INTERPRETED
 from conformance.check_api.subchecks import Subchecks
 from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.execution import implementation_registry
@@ -100,8 +100,8 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
     return kernel
 
 
-# Checks of accelerator kernels have their own test modules.
-_PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
+# Checks of accelerator kernels and of indexers have their own test modules.
+_PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED, INDEXED)]
 
 
 # Checks that make hundreds of calls or compile many programs. By day, `.ci/run` runs them on the same kernel.

@@ -247,7 +247,7 @@ VALUES = [
     BadInput("level", run_with("--level=deepest"), ("--level", "'deepest'", "smoke")),
     BadInput("check", run_with("--check=nope"), ("'nope'", "known are forward")),
     BadInput(
-        "repeated", run_with("--level=smoke", "--level=quick"), ("--level takes one value, and is given 2 times",)
+        "repeated", run_with("--cases=train", "--cases=decode"), ("--cases takes one value, and is given 2 times",)
     ),
     BadInput("jobs", run_with("--jobs=0"), ("--jobs must be at least 1, got 0",)),
     BadInput("jobs-many", run_with("--jobs=99999999999999999999"), ("--jobs", "at most", "got 99999999999999999999")),

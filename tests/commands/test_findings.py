@@ -34,6 +34,7 @@ def right(q, k, v, *, causal=False, soft_cap=None, sinks=None):
     return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap, sinks=sinks)
 """
 WHAT = ("--check=forward", "--cases=train/f32/*", "--jobs=1")
+NARROW = ("--check=forward", "--cases=train/f32/*T1.*", "--jobs=1")
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinksedge/normal/s0"
 
 
@@ -93,7 +94,7 @@ def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(confirmation, "confirm_findings", never)
     monkeypatch.setattr(shrinker, "shrink_findings", never)
-    assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
+    assert run("--impl=kernel.py:right", *NARROW, "--shrink") == 0
 
 
 def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +136,7 @@ def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_re
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = ("--json=compared.jsonl", "--markdown=compared.markdown", "--confirm-seconds=0", "--diagnose-seconds=300")
-    assert run("--impl=kernel.py:wrong", "--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", *said) == 1
+    assert run("--impl=kernel.py:wrong", "--impl=kernel.py:right", *NARROW, *said) == 1
     told = capsys.readouterr()
     assert "kernel.py:right compared" not in told.err
     assert "kernel.py:wrong compared with planted bugs on " in told.err
