@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override] # overloads that differ only in the type of the namespace
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments; refuse empty ones, repeated cases and unknown ones, for which known options are suggested."""
+        """Parse arguments; refuse empty ones, repeated cases and unknown ones, and suggest known options for these."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"{_UNKNOWN_ARGUMENTS}{' '.join(unknown)}")
