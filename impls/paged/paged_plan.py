@@ -38,7 +38,10 @@ class PagedPlan:
 
 
 class PageScales(NamedTuple):
-    """What turns the numbers of pages into keys or values, in order: scales, zero points, scales of sequences."""
+    """The scales and zero points of keys or of values in pages; a field that is None is not applied.
+
+    A stored number is multiplied by `scales`, `zeros` are added, and the sum is multiplied by `sequences`.
+    """
 
     # One for each of `blocks` equal parts of a row; `rows` is the page size, or 1 if all rows have the same.
     scales: Shaped[Array, "pages rows K blocks"] | None = None

@@ -39,7 +39,7 @@ def list_quick_cases(kernel: str) -> tuple[Case, ...]:
 
 
 def find_kernel(bug: PlantedBug) -> str:
-    return next(name for name, build in KERNELS.items() if bug.build.func is build)  # type: ignore[attr-defined]
+    return next(name for name, build in KERNELS.items() if bug.build.func is build)  # type: ignore[attr-defined]  # a partial
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -226,6 +226,17 @@ def test_pages_with_scales_conform(name: str, case: str, asked: str) -> None:
     assert [record for record in found if record.verdict in RED] == []
 
 
+def assert_conforms_on_a_tpu(case: str) -> None:
+    checks = ("forward", "residuals", "poison", "interpreter")
+    implementation = implementation_registry.find_implementation("paged_tpu")
+    plan = run_plan.plan_case(
+        implementation, parse_case_id(f"{case}/normal/s0"), [CHECKS_BY_NAME[check] for check in checks]
+    )
+    found = Runner(Settings()).run(plan.jobs)
+    assert {record.check for record in found if record.verdict == PASS} == set(checks)
+    assert [record for record in found if record.verdict in RED] == []
+
+
 PAIRS = {
     "decode": "decode/bf16/B3.T1.S200.N8.K4.H128.V256/own-linf-200-145-33/paged16",
     "mixed": "prefill/bf16/B4.T13.S145.N4.K2.H128.V128/own-l95-145-96-117-9/softcap30/shared16-q13-1-1-9",
@@ -240,14 +251,7 @@ PAIRS = {
 )
 def test_heads_that_are_loaded_in_pairs_conform(case: str) -> None:
     """Judge bf16 in whole lanes, also by the interpreter that loads pairs in another way."""
-    checks = ("forward", "residuals", "poison", "interpreter")
-    implementation = implementation_registry.find_implementation("paged_tpu")
-    plan = run_plan.plan_case(
-        implementation, parse_case_id(f"{case}/normal/s0"), [CHECKS_BY_NAME[check] for check in checks]
-    )
-    found = Runner(Settings()).run(plan.jobs)
-    assert {record.check for record in found if record.verdict == PASS} == set(checks)
-    assert [record for record in found if record.verdict in RED] == []
+    assert_conforms_on_a_tpu(case)
 
 
 MASKS = {
@@ -264,14 +268,7 @@ MASKS = {
 )
 def test_masks_over_sequences_conform_on_a_tpu(case: str) -> None:
     """Judge values that a mask hides, which may be NaN, and copies that are started under masks."""
-    checks = ("forward", "residuals", "poison", "interpreter")
-    implementation = implementation_registry.find_implementation("paged_tpu")
-    plan = run_plan.plan_case(
-        implementation, parse_case_id(f"{case}/normal/s0"), [CHECKS_BY_NAME[check] for check in checks]
-    )
-    found = Runner(Settings()).run(plan.jobs)
-    assert {record.check for record in found if record.verdict == PASS} == set(checks)
-    assert [record for record in found if record.verdict in RED] == []
+    assert_conforms_on_a_tpu(case)
 
 
 def test_a_tpu_takes_no_function_that_captures_an_array() -> None:
