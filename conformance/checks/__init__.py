@@ -6,9 +6,10 @@ knows a particular implementation. README.md in this folder says how checks work
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
+import inspect
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,12 +59,14 @@ class Check:
         """The check's function, which yields the judgements of one subject. The first use imports it, and JAX."""
         return load_attribute(f"{__name__}.{self.module or self.name}:check_{self.name}")
 
-    @property
+    @functools.cached_property
     def about(self) -> str:
         """The first line of the function's docstring, which `list checks` shows. It is read without an import."""
-        tree = ast.parse(Path(__file__).with_name(f"{self.module or self.name}.py").read_bytes())
-        functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
-        return (ast.get_docstring(functions[f"check_{self.name}"]) or "").split("\n")[0]
+        file = Path(__file__).with_name(f"{self.module or self.name}.py")
+        module = compile(file.read_bytes(), file, "exec", dont_inherit=True, optimize=0)  # keeps docstrings
+        codes = (constant for constant in module.co_consts if isinstance(constant, types.CodeType))
+        function = next(code for code in codes if code.co_name == f"check_{self.name}")
+        return inspect.cleandoc(str(function.co_consts[0])).split("\n")[0]
 
 
 CHECKS: tuple[Check, ...] = (

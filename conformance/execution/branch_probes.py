@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from conformance.execution.kernel_constants import iter_kernel_functions
+from conformance.execution.source_digests import parse_source
 
 _OPERATORS: Mapping[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Eq: ("==", operator.eq),
@@ -257,7 +258,7 @@ def _probe_file(
         raise OSError(f"{path} has no source")
     plain = compile(source, path, "exec", dont_inherit=True)
     inserter = _ProbeInserter(path, lines, len(conditions))
-    tree = ast.fix_missing_locations(inserter.visit(ast.parse(source, path)))
+    tree = ast.fix_missing_locations(inserter.visit(parse_source(source, path)))
     pairs = [(plain, compile(tree, path, "exec", dont_inherit=True))]
     for before, after in pairs:  # the list grows by the code within
         pairs += zip(_list_inner_code(before), _list_inner_code(after), strict=True)

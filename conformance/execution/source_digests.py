@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -19,6 +21,7 @@ from conformance.execution import implementation_registry
 
 _DIGITS = 12  # the number of hexadecimal digits of a digest: enough to distinguish sources
 _MAX_FILE_SIZE = 2**26  # bytes; a larger file holds weights, not source
+_PARSING = threading.Lock()  # one thread at a time stops the collection of garbage
 
 
 def describe_source(name: str) -> tuple[str, str]:
@@ -66,7 +69,7 @@ def _is_file(path: Path) -> bool:
 def _find_references(file: Path) -> tuple[set[str], set[str]]:
     """Return the top-level modules that a file imports, and the strings in it that may be paths relative to it."""
     try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        nodes = list(ast.walk(parse_source(file.read_bytes())))
     except (SyntaxError, ValueError):
         return set(), set()
     modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
@@ -74,6 +77,26 @@ def _find_references(file: Path) -> tuple[set[str], set[str]]:
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     beside = {text for text in texts if text and not text.startswith(("/", "."))}
     return {module.partition(".")[0] for module in modules}, beside | {f"{text}.py" for text in beside}
+
+
+def parse_source(source: str | bytes, name: str = "<unknown>") -> ast.Module:
+    """Parse source into a syntax tree, also while other threads parse.
+
+    CPython 3.11 before 3.11.8 raises SystemError if another thread parses in the middle of it (python/cpython#106905).
+    Threads change there only if garbage is collected, since JAX adds a callback to that.
+
+    Raises:
+        SyntaxError: The source is not Python.
+        ValueError: The source has null bytes.
+    """
+    with _PARSING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source, name)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @functools.cache
