@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3.12}" -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "mlx[cpu]==0.32.4" numpy==2.4.2
+"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check mlx==0.32.4 mlx-cpu==0.32.4 numpy==2.4.2
 cat >"$folder/script.py" <<'PYTHON'
 import mlx.core as mx
 import numpy as np
