@@ -39,6 +39,7 @@ _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 _SPREAD_PER_CAP = 0.6
 # The first or second draw mostly leaves no choice in doubt; a few distributions take more.
 _ATTEMPTS = 8
+_NEGATIVE_ZEROS = 29  # one in so many normal numbers of a cache is -0.0, whose sign a call that writes pages must keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,8 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         operands = _draw_queries_keys_values(case, attempt)
     q, k, v = (x.astype(dtype) for x in operands)
     cache = None
+    if case.kv_cache is None and case.distribution == "normal" and _is_cache(case):
+        k.flat[::_NEGATIVE_ZEROS] = v.flat[::_NEGATIVE_ZEROS] = -0.0
     if case.kv_cache is not None:
         cache = quantization.quantize_cache(k, v, case.kv_cache, None if case.stored is None else case.stored.size)
         k, v = cache.k, cache.v
@@ -167,6 +170,11 @@ def draw_dropout_key(case: Case, number: int = 0) -> np.ndarray:
 def _has_tied_values(case: Case) -> bool:
     """Return whether the values are coordinates of the keys."""
     return (spec := case.stored) is not None and FORMS[spec.form].is_tied
+
+
+def _is_cache(case: Case) -> bool:
+    """Return whether the keys and values are stored in a cache."""
+    return (spec := case.stored) is not None and FORMS[spec.form].is_cache
 
 
 def _draw_storage(case: Case) -> Storage | None:

@@ -47,7 +47,9 @@ PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES, *READ_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 QUERIES = "/qfp8"
 """The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
-_Q_SIGNIFICAND = 11 / 16
+# Scales of queries have as many significant bits as leave their product with every fp8 number exact in a dtype: 20 in f32,
+# 8 in f16, 5 in bf16. So they are in between numbers of fp8, and in f32 also of bf16 and f16.
+_Q_SIGNIFICANDS = {"float32": 0x88701 / 2**20, "float16": 135 / 256, "bfloat16": 17 / 32}
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp8": 448.0, "nvfp4": 6.0, "uint8": 255.0}
 # The exponent of the smallest normal number, and the exponent of half a step relative to that of a number.
 _HALF_STEPS = {STORED["fp8"]: (-6, -4), STORED["nvfp4"]: (0, -2)}
@@ -65,7 +67,9 @@ _COMPUTED_ERROR = SCALE_ERROR + _QUOTIENT_ROUNDINGS * 2.0**-24  # the same in f3
 _ZERO_TOKENS = 13  # one in so many tokens of a head is zero
 _TINY_TOKENS = 7  # one in so many is smaller by `_TINY`, which shows the bounds that kernels put on scales; not in f16
 _TINY = 2.0**-30
-_SHARE_OF_ROOM = 0.9  # how much of the room between a stored number and a tie is used
+# How much of the room between a stored number and a tie is used, by the dtype of x. What is left exceeds products of
+# roundings, which the room ignores, and is less than a rounding to bf16 moves a number of a wider dtype.
+_SHARES_OF_ROOM = {"float32": 0.99, "float16": 0.99, "bfloat16": 0.9}
 _BEYOND = (1.1, 1.9)  # what is too large for the stored dtype is so many times the largest number
 
 
@@ -122,8 +126,8 @@ def split_level(level: str | None) -> dict[str, Any]:
 def quantize_queries(q: np.ndarray) -> tuple[np.ndarray, float]:
     """Round queries to numbers of float8_e4m3fn times one scale; returns them in the dtype of `q`, and the scale.
 
-    The scale has four significant bits, as the numbers do. So their products are exact in every dtype, except for the
-    smallest ones in f16, which become zero. The scale is no power of two.
+    Products with the scale are exact (`_Q_SIGNIFICANDS`), except for the smallest ones in f16, which become zero. The
+    scale is no number of fp8 times a power of two.
     """
     rounded, scale = _round_queries(q, (0, 1, 2, 3))
     return rounded, float(scale.item())
@@ -140,7 +144,8 @@ def _round_queries(q: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np
     """Round queries to fp8 numbers times scales that are the same along `axes`; returns both, scales with all axes."""
     exact = q.astype(np.float64)
     peak = np.abs(exact).max(axis=axes, keepdims=True)
-    scale = _Q_SIGNIFICAND * 2.0 ** np.ceil(np.log2(np.where(peak == 0, 1, peak) / (_LARGEST["fp8"] * _Q_SIGNIFICAND)))
+    significand = _Q_SIGNIFICANDS[q.dtype.name]
+    scale = significand * 2.0 ** np.ceil(np.log2(np.where(peak == 0, 1, peak) / (_LARGEST["fp8"] * significand)))
     return _keep_exact((exact / scale).astype(STORED["fp8"]).astype(np.float64) * scale, q.dtype), scale
 
 
@@ -317,7 +322,7 @@ def build_raw_tokens(stored: np.ndarray, scales: np.ndarray, dtype: np.dtype, dr
     computed = scales.ndim > 0
     exact, room = stored.astype(np.float64), find_room(stored, dtype, computed=computed)
     is_largest = np.abs(exact) == _BY_DTYPE[stored.dtype]
-    offset = _SHARE_OF_ROOM * np.maximum(room, 0) * (2 * draws - 1)
+    offset = _SHARES_OF_ROOM[np.dtype(dtype).name] * np.maximum(room, 0) * (2 * draws - 1)
     offset = np.where(exact == 0, np.copysign(offset, exact), offset)  # zero has a sign in fp8
     if computed:
         offset = np.where(is_largest | (exact == 0).all(axis=-1, keepdims=True), 0, offset)

@@ -51,6 +51,11 @@ BUGS: tuple[PlantedBug, ...] = (
         SortSteps(finish=lambda scores: scores.astype(jnp.bfloat16).astype(jnp.float32)),
         shows="scores dq dk dweights",
     ),
+    _sorted(
+        "up-to-the-largest-f16",
+        SortSteps(finish=lambda scores: jnp.clip(scores, -65504, 65504)),
+        shows="scores dq dk dweights",
+    ),
     _sorted("in-another-order", SortSteps(finish=lambda scores: scores[..., ::-1]), shows="scores dq dk dweights"),
     _sorted("straight-through", SortSteps(bend=_pass_straight_through), shows="dq dk"),
     _sorted("weights-are-constants", SortSteps(weigh=_weigh_by_constants), shows="dweights"),

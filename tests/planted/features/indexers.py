@@ -101,6 +101,10 @@ def _several_heads(case: Case) -> bool:
     return "lightning" in case.features and case.num_q_heads > 1
 
 
+def _are_far(case: Case) -> bool:
+    return case.distribution == "levels"
+
+
 def _choose_hidden(scores: Array, top_k: int) -> Array:
     count = min(top_k, scores.shape[-1])
     found = jax.lax.top_k(scores, count)[1]
@@ -123,6 +127,10 @@ def _pad_by_zero(scores: Array, top_k: int) -> Array:
 def _repeat_first(scores: Array, top_k: int) -> Array:
     found = _choose(scores, top_k)
     return jnp.where(found < 0, found[..., :1], found)
+
+
+def _weigh_and_clip(x: Array, w: Array) -> Array:
+    return jnp.clip(IndexerSteps.weigh(x, w), -65504, 65504)
 
 
 def _multiply_in_bf16(q: Array, k: Array) -> Array:
@@ -150,6 +158,13 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=_several_heads,
     ),
     _bug("products-in-16-bits", IndexerSteps(multiply=_multiply_in_bf16), kind="precision"),
+    _bug(
+        "scores-up-to-the-largest-f16",
+        IndexerSteps(weigh=_weigh_and_clip),
+        kind="precision",
+        reference="inferred from scores kept in f16",
+        trigger=_are_far,
+    ),
     _bug("causal-ignored", IndexerSteps(hide=lambda x: x), kind="causal", trigger=_is_causal),
     _bug(
         "own-key-hidden",

@@ -22,6 +22,7 @@ Step = Callable[..., Any]
 class ListWriteSteps:
     """The steps; the defaults are correct. Lists are `[total_q, e]`, and positions `[total_q, 1]`."""
 
+    store: Step = lambda x: x  # new keys or values, as they are stored
     read: Step = lambda lists, position, queries: lists
     pick_pages: Step = lambda before, after: after  # the pages that attention reads
 
@@ -56,7 +57,8 @@ def writing(steps: ListWriteSteps = ListWriteSteps()) -> Callable[..., Any]:
         place = jnp.maximum(position[:, 0], 0)
         page = jnp.where(token < starts[-1], page_indices[sequence, place // size], pages)
         after = [
-            pool.at[page, place % size].set(x, mode="drop") for pool, x in zip((k_pages, v_pages), (k, v), strict=True)
+            pool.at[page, place % size].set(steps.store(x), mode="drop")
+            for pool, x in zip((k_pages, v_pages), (k, v), strict=True)
         ]
         lists = steps.read(indices, position, queries)
         tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}

@@ -38,6 +38,12 @@ def _keep_old_rotary_part(c_kv: Array, k_pe: Array, pool: Array, page: Array, ro
     return jnp.concatenate([c_kv, old[:, c_kv.shape[1] :]], axis=-1)
 
 
+def _drop_signs_of_zeros(c_kv: Array, k_pe: Array, pool: Array, page: Array, row: Array) -> Array:
+    """Write 0.0 for -0.0, as an addition of 0 does."""
+    latent = jnp.concatenate([c_kv, k_pe], axis=-1)
+    return jnp.where(latent == 0, 0, latent)
+
+
 def _slot_by_token(tokens: Tokens, call: Call) -> tuple[Array, Array]:
     """Take entry `j` of the table where entry `j // page_size` is meant."""
     table = _table(call)
@@ -133,6 +139,13 @@ _IN_STEPS = (
         LatentWriteSteps(writes=WriteSteps(padding=lambda page, tokens, call: jnp.where(tokens.there, page, -1))),
         kind=_UNASKED,
         reference="sgl-project/sglang#33816",
+    ),
+    bug(
+        "zeros-of-new-latents-lose-their-sign",
+        LatentWriteSteps(latent=_drop_signs_of_zeros),
+        kind=_PARTS,
+        reference="inferred from an addition of zero",
+        shows="latent_pages",
     ),
     bug(
         "row-beside-a-new-latent-overwritten",

@@ -12,13 +12,13 @@ from tests.bank import PlantedBug
 from tests.planted.planting.listed_writes import Array, ListWriteSteps, written
 
 
-def _bug(name: str, steps: Any) -> PlantedBug:
+def _bug(name: str, steps: Any, shows: str = "out") -> PlantedBug:
     return PlantedBug(
         name=f"listed-writes-{name}",
         family="masks",
         kind="lists.writes",
         reference="inferred",
-        shows=("out",),
+        shows=tuple(shows.split()),
         build=functools.partial(written, f"listed-writes-{name}", steps),
         trigger=has("indices", "paged"),
     )
@@ -27,6 +27,11 @@ def _bug(name: str, steps: Any) -> PlantedBug:
 def _skip_new(lists: Array, position: Array, queries: Array) -> Array:
     """Skip the keys that the call writes before the query's own."""
     return jnp.where((lists > position - queries) & (lists < position), -1, lists)
+
+
+def _drop_sign_of_zero(x: Array) -> Array:
+    """Return 0.0 for -0.0, as an addition of 0 does."""
+    return jnp.where(x == 0, 0, x)
 
 
 def _add_own(lists: Array, position: Array, queries: Array) -> Array:
@@ -40,6 +45,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ListWriteSteps(pick_pages=lambda before, after: before),
     ),
     _bug("values-from-before", ListWriteSteps(pick_pages=lambda before, after: [after[0], before[1]])),
+    _bug("zeros-lose-their-sign", ListWriteSteps(store=_drop_sign_of_zero), "k_pages v_pages"),
     _bug("new-keys-not-listed", ListWriteSteps(read=_skip_new)),
     _bug("own-key-not-listed", ListWriteSteps(read=lambda lists, at, queries: jnp.where(lists == at, -1, lists))),
     _bug("own-key-always-seen", ListWriteSteps(read=_add_own)),

@@ -94,6 +94,24 @@ def _in_bf16(x: Array, scale: Any) -> Array:
     return (x.astype(jnp.bfloat16) / jnp.bfloat16(scale)).astype(jnp.float32)
 
 
+def _from_bf16(x: Array, scale: Any) -> Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32) / scale
+
+
+def _to_bf16(x: Array, scale: Any) -> Array:
+    return (x.astype(jnp.float32) / scale).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _round_scale(scale: float, bits: int) -> float:
+    """Round to so many significant bits."""
+    significand, exponent = math.frexp(scale)
+    return math.ldexp(round(significand * 2**bits), exponent - bits)
+
+
+def _is_f32(case: Case) -> bool:
+    return case.dtype == "f32"
+
+
 def _clear_next_row(pool: Array, page: Array, row: Array) -> Array:
     """A store as wide as two rows clears the row behind a token, unless another token is there."""
     behind = (row + 1) % pool.shape[1]
@@ -240,7 +258,21 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(quotient=_in_bf16),
         kind="kvwrite.precision",
         reference="inferred from kernels that cast new tokens to bf16 first",
-        trigger=both(_INT8, lambda case: case.dtype == "f32"),
+        trigger=both(_INT8, _is_f32),
+    ),
+    _bug(
+        "written-fp8-by-way-of-bf16",
+        ScaledSteps(quotient=_from_bf16),
+        kind="kvwrite.precision",
+        reference="inferred from kernels that cast new tokens to bf16 first",
+        trigger=both(_FP8, _is_f32),
+    ),
+    _token_bug(
+        "written-fp8-by-quotients-in-bf16",
+        ScaledSteps(quotient=_to_bf16),
+        kind="kvwrite.precision",
+        reference="inferred from conversions to fp8 that round to bf16 first",
+        trigger=both(_FP8, _is_f32),
     ),
     _bug(
         "new-tokens-attended-to-as-they-were-given",
@@ -351,6 +383,13 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from scales kept in the dtype of the operands",
     ),
     _computed_bug(
+        "computed-fp8-by-quotients-in-bf16",
+        ScaledSteps(quotient=_to_bf16),
+        kind="kvwrite.precision",
+        reference="inferred from conversions to fp8 that round to bf16 first",
+        trigger=both(_COMPUTED, both(has("kv_fp8"), _is_f32)),
+    ),
+    _computed_bug(
         "computed-scales-of-powers-of-two",
         ScaledSteps(computed=lambda peaks, dtype: jnp.exp2(jnp.ceil(jnp.log2(compute_scales(peaks, dtype))))),
         kind="kvcompute.power-of-two",
@@ -399,6 +438,23 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(to_queries=_power_of_two),
         kind="qscale.power-of-two",
         reference="inferred from scales in e8m0 (OCP MX), which are powers of two",
+    ),
+    _query_bug(
+        "scale-of-queries-in-bf16",
+        ScaledSteps(to_queries=functools.partial(_round_scale, bits=8)),
+        kind="qscale.dtype",
+        reference="inferred from scales kept in the dtype of the operands",
+        trigger=both(_QUERIES, _is_f32),
+    ),
+    *(
+        _query_token_bug(
+            f"scale-of-queries-in-fp8-{dtype}",
+            ScaledSteps(to_queries=functools.partial(_round_scale, bits=4)),
+            kind="qscale.dtype",
+            reference="inferred from scales kept in the dtype of the pages",
+            trigger=both(_QUERIES, lambda case, dtype=dtype: case.dtype == dtype),
+        )
+        for dtype in ("f32", "bf16", "f16")
     ),
     _bug(
         "written-without-being-asked",
