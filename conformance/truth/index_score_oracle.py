@@ -64,9 +64,12 @@ def compute_index_scores(
     for name, value in found.items():
         roundings = LIMIT * U * (3 + max(1, terms[name] ** 0.5 / 4))
         bound = roundings * sizes[name] + doubts[name]
-        bounded[name] = Bounded(value, bound + rounding * (np.abs(value) + bound) + _TINY[dtype])
+        bound = bound + rounding * (np.abs(value) + bound) + _TINY[dtype]
+        overflows = (dtype == "f16") & (np.abs(value) + bound > _LARGEST_F16)
+        bounded[name] = Bounded(value, np.where(overflows, np.inf, bound))
     return bounded
 
 
+_LARGEST_F16 = 65504.0
 # The largest error of a gradient that underflows.
 _TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}

@@ -46,7 +46,8 @@ def test_a_planted_bug_is_red(bug: PlantedBug) -> None:
 
 @pytest.mark.parametrize("build", [sorted_scores, pulled_scores], ids=["sorted", "pulled"])
 def test_a_correct_indexer_passes(build: Any) -> None:
-    cases = (*list_cases(), parse_case_id("prefill/f32/B2.T24.S24.N4.K1.H33.V16/lightning-8-causal/ties/s0"))
+    ids = ("f32/B2.T24.S24.N4.K1.H33.V16/lightning-8-causal/ties", "f16/B1.T24.S40.N4.K1.H65.V16/lightning-8/levels")
+    cases = (*list_cases(), *(parse_case_id(f"prefill/{each}/s0") for each in ids))
     judged = [one for case in cases for one in judge(build("right"), case.id, "index_scores")]
     assert {one.verdict for one in judged} == {PASS}
     assert {one.observable for one in judged} == {"scores", "dq", "dk", "dweights"}

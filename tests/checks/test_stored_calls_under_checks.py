@@ -47,6 +47,15 @@ _LONG = (
 _STRIDE = 60
 
 
+@pytest.mark.parametrize("name", ["paged_latent_update", "block_flash_latent"])
+def test_special_values_are_asked_of_latents(name: str) -> None:
+    implementation = implementation_registry.find(name)
+    case = ImplementationGrids(implementation, "quick", 0).grid.cases[0]
+    found = {one.observable.split(".")[0]: one.verdict for one in judge(implementation, case.id, "calls")}
+    assert not RED & set(found.values())
+    assert found["special_scale"] == PASS
+
+
 def judge_jobs(function: Callable[..., Any], seed: int, stride: int) -> list[Record]:
     jobs = run_plan.plan_run([build_implementation(function, "kernel")], level="quick", seeds=(seed,)).jobs
     return Runner(Settings()).run([job for job in jobs if job.short][::stride])
