@@ -47,7 +47,7 @@ PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES, *WRITTEN_CACHES, *READ_CACHES)
 """The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 QUERIES = "/qfp8"
 """The end of the name of a cache for calls that also get queries in fp8 (`split_level`)."""
-# Scales of queries have as many significant bits as leave their product with every fp8 number exact in a dtype: 20 in f32,
+# Scales of queries have as many significant bits as leave their product with every fp8 number exact: 20 in f32,
 # 8 in f16, 5 in bf16. So they are in between numbers of fp8, and in f32 also of bf16 and f16.
 _Q_SIGNIFICANDS = {"float32": 0x88701 / 2**20, "float16": 135 / 256, "bfloat16": 17 / 32}
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp8": 448.0, "nvfp4": 6.0, "uint8": 255.0}

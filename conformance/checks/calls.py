@@ -6,7 +6,6 @@ stored sequences (packed, paged or in a ring buffer) of unusual lengths.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -256,8 +255,12 @@ def _iter_cases_with(operand: OptionalOperand, factor: int, case: Case) -> Itera
             kv_factor = 1 if FORMS[case.stored.form].is_tied else factor  # a latent has one head
             heads = _build_heads(factor * case.num_q_heads, kv_factor * case.num_kv_heads)
             is_cache = operand.field == "kv_cache" and case.phase == "train"  # a cache is read, not differentiated
-            with contextlib.suppress(CaseIdError):  # a form may have some of the levels only
-                yield dataclasses.replace(case, **heads, **with_operand, phase="prefill" if is_cache else case.phase)
+            phase = "prefill" if is_cache else case.phase
+            try:
+                changed = dataclasses.replace(case, **heads, **with_operand, phase=phase)
+            except CaseIdError:  # a form may have some of the levels only
+                continue
+            yield changed
 
 
 def _set_special(operand: OptionalOperand, problem: Problem) -> Problem:
