@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.mutation.kernels.triggers import both, has
+from conformance.mutation.kernels.triggers import Trigger, both, has
 from tests.bank import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.scaled_writes import (
@@ -108,8 +108,8 @@ def _round_scale(scale: float, bits: int) -> float:
     return math.ldexp(round(significand * 2**bits), exponent - bits)
 
 
-def _is_f32(case: Case) -> bool:
-    return case.dtype == "f32"
+def _has_dtype(dtype: str) -> Trigger:
+    return lambda case: case.dtype == dtype
 
 
 def _clear_next_row(pool: Array, page: Array, row: Array) -> Array:
@@ -258,21 +258,21 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(quotient=_in_bf16),
         kind="kvwrite.precision",
         reference="inferred from kernels that cast new tokens to bf16 first",
-        trigger=both(_INT8, _is_f32),
+        trigger=both(_INT8, _has_dtype("f32")),
     ),
     _bug(
         "written-fp8-by-way-of-bf16",
         ScaledSteps(quotient=_from_bf16),
         kind="kvwrite.precision",
         reference="inferred from kernels that cast new tokens to bf16 first",
-        trigger=both(_FP8, _is_f32),
+        trigger=both(_FP8, _has_dtype("f32")),
     ),
     _token_bug(
         "written-fp8-by-quotients-in-bf16",
         ScaledSteps(quotient=_to_bf16),
         kind="kvwrite.precision",
         reference="inferred from conversions to fp8 that round to bf16 first",
-        trigger=both(_FP8, _is_f32),
+        trigger=both(_FP8, _has_dtype("f32")),
     ),
     _bug(
         "new-tokens-attended-to-as-they-were-given",
@@ -387,7 +387,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(quotient=_to_bf16),
         kind="kvwrite.precision",
         reference="inferred from conversions to fp8 that round to bf16 first",
-        trigger=both(_COMPUTED, both(has("kv_fp8"), _is_f32)),
+        trigger=both(_COMPUTED, both(has("kv_fp8"), _has_dtype("f32"))),
     ),
     _computed_bug(
         "computed-scales-of-powers-of-two",
@@ -444,7 +444,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ScaledSteps(to_queries=functools.partial(_round_scale, bits=8)),
         kind="qscale.dtype",
         reference="inferred from scales kept in the dtype of the operands",
-        trigger=both(_QUERIES, _is_f32),
+        trigger=both(_QUERIES, _has_dtype("f32")),
     ),
     *(
         _query_token_bug(
@@ -452,7 +452,7 @@ BUGS: tuple[PlantedBug, ...] = (
             ScaledSteps(to_queries=functools.partial(_round_scale, bits=4)),
             kind="qscale.dtype",
             reference="inferred from scales kept in the dtype of the pages",
-            trigger=both(_QUERIES, lambda case, dtype=dtype: case.dtype == dtype),
+            trigger=both(_QUERIES, _has_dtype(dtype)),
         )
         for dtype in ("f32", "bf16", "f16")
     ),
